@@ -198,8 +198,11 @@ def rule(fields: dict[str, int], indexer: str = "", source: Any = None) -> tuple
         return paged.StepPolicy(policy, policy), {"indexers": indexers}
     options = {}
     if lists is not None:
-        options["indexers"] = paged.Indexers(paged.VerticalSlash(lists), paged.KeyMeans())
-    return paged.StepPolicy(policy, policy.per_token(own)), options
+        by_token = (getattr(paged, "KeyMeans", None) or paged.PageRecords)()
+        options["indexers"] = paged.Indexers(paged.VerticalSlash(lists), by_token)
+    if hasattr(paged, "KeyMeans"):
+        return paged.StepPolicy(policy, policy.per_token(own)), options
+    return paged.StepPolicy(policy, policy.by_records(own * policy.sel_block_size)), options
 
 
 def keep(pages: Pages, whole: Any, policy: Any, options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Decoded tokens that choose by records against key means, everything, and FlashAttention-3.
+"""Decoded tokens that choose by records against FlashAttention-3.
 
     python benchmarks/decode_by_records.py --commit COMMIT --csv RESULT.csv
 
@@ -12,7 +12,7 @@ import argparse
 import csv
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,13 +23,11 @@ from sparsek_backend.bench.registry import Case, Unavailable
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import make_timed, time_interleaved
 from sparsek_kernels.paged import PageRecords, SelectionPolicy, StepPolicy, paged_attention
-from sparsek_kernels.paged.api import write_index
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.record import page_bytes
 from sparsek_kernels.paged.reference import attend_reference
 
 CASES = {
@@ -59,23 +57,6 @@ class Call:
     policy: SelectionPolicy | None = None
 
 
-def with_records(inputs: PagedInputs) -> tuple[PagedInputs, int]:
-    """The same keys and values in pages with records, and bytes of a page and head."""
-    pages, heads, page, dim = inputs.k_cache.shape
-    size, row = page_bytes(page, dim), 2 * dim * inputs.k_cache.itemsize
-    each = page * row + -(-size // row) * row  # head by head, as a server has them
-    storage = torch.zeros(pages * heads * each, dtype=torch.uint8, device=inputs.q.device)
-    item = each // inputs.k_cache.itemsize
-    kv = storage.view(inputs.k_cache.dtype)
-    strides = (heads * item, item, 2 * dim, 1)
-    k, v = (kv.as_strided(inputs.k_cache.shape, strides, offset) for offset in (0, dim))
-    for part in torch.arange(pages).split(1 << 12):
-        rows = slice(int(part[0]), int(part[-1]) + 1)
-        k[rows], v[rows] = inputs.k_cache[rows], inputs.v_cache[rows]
-    records = storage.as_strided((pages, heads, size), (heads * each, each, 1), page * row)
-    return replace(inputs, k_cache=k, v_cache=v, k_summary=records), each
-
-
 def by_records(inputs: PagedInputs, batch: PagedBatch, tokens: int) -> Call:
     """Attention that chooses ``tokens`` keys by records."""
     tiles = SelectionPolicy(num_sink=64, window_size=512, top_k=96)
@@ -98,11 +79,11 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
     The error is of the output over the kernels' own cells and tails, over the largest value.
     """
     assert call.policy is not None
-    out, position = call.run(), inputs.seq_lens[0] - 1
-    row, group = inputs.query_lens[0] - 1, inputs.group
+    out, new = call.run(), inputs.query_lens[0]
+    position, row, group = inputs.seq_lens[0] - new, new - 1, inputs.group
     k, v = (x.cpu()[:, None] for x in inputs.keys_of(0, 1))
     heads, scale = slice(group, 2 * group), inputs.softmax_scale
-    q = inputs.q[row, heads].cpu()
+    q = inputs.q[:new, heads].cpu()
     visible, tail, same = torch.ones(1, 1, len(k), dtype=torch.bool), None, 1.0
     found = choose_reference(q, k, v, position, call.policy, scale)
     if found is not None:
@@ -112,7 +93,7 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
         )
         chosen = PageRecords().select(operands, Segment(batch, call.policy))
         assert chosen.tail is not None
-        cells = chosen.indices[row, 1].cpu().long()
+        cells = chosen.indices[0, 1].cpu().long()
         same = len(set(cells.tolist()) & set(wanted_cells)) / len(wanted_cells)
         cell, (first, last) = torch.arange(len(k)) // 2, call.policy.candidate_range(position)
         taken = torch.zeros(len(k) // 2 + 1, dtype=torch.bool)
@@ -120,7 +101,7 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
         visible[0, 0] = (cell < first) | (cell >= last) | taken[cell]
         logits = chosen.tail.logits[row, heads, first // 32 : last // 32].cpu()
         tail = logits[None].double() * math.log(2.0), values
-    wanted = attend_reference(q[None], k, v, visible, scale, tail=tail)[0]
+    wanted = attend_reference(q[-1:], k, v, visible, scale, tail=tail)[0]
     error = (out[row, heads].double().cpu() - wanted).abs().max()
     return same, float(error / wanted.abs().max())
 
@@ -131,31 +112,19 @@ def rows_of(name: str, spec: str, tokens: list[int], commit: str) -> list[dict[s
     sizes = {**DEFAULTS, "top_k": 192}
     inputs = make_inputs(Case(name, parse_spec(spec), sizes), device)
     batch = inputs.batch(inputs.query_lens, inputs.seq_lens, len(inputs.seq_lens))
-    out = torch.empty_like(inputs.q)
-
-    def key_means() -> torch.Tensor:
-        return paged_attention(
-            inputs.q, inputs.k_cache, inputs.v_cache, batch, inputs.policy,
-            k_summary=inputs.k_summary, out=out,
-        )  # fmt: skip
-
-    calls = [Call("key means 12288", key_means)]
+    calls: list[Call] = []
     try:
         dense = fa3_paged(inputs.q, inputs.k_cache, inputs.v_cache, inputs.whole_step(0))
         calls.append(Call("fa3", lambda: dense()[0]))
     except Unavailable as reason:
         print(f"fa3: {reason}", flush=True)
-    kept, _ = with_records(inputs)
-    whole = kept.batch(kept.seq_lens, kept.seq_lens, 0)
-    first = SelectionPolicy(num_sink=64, window_size=512, top_k=96).by_records(64)
-    write_index(kept.k_cache, kept.v_cache, kept.k_summary, whole, first, PageRecords())
-    calls += [by_records(kept, batch, count) for count in tokens]
+    calls += [by_records(inputs, batch, count) for count in tokens]
     errors = {}
     for call in calls:
         call.run()
         torch.cuda.synchronize()
         if call.policy is not None:
-            errors[call.name] = same, error = error_of(kept, call, batch)
+            errors[call.name] = same, error = error_of(inputs, call, batch)
             if same < 0.98 or not error <= 0.02:
                 raise RuntimeError(
                     f"{name} {call.name}: {same:.1%} of the cells, wrong by {error:.2%}"

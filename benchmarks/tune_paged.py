@@ -34,7 +34,7 @@ from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.chosen import Chosen  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
 from sparsek_kernels.paged.index import launch as index_launch  # noqa: E402
-from sparsek_kernels.paged.index.key_means import launch as key_means_launch  # noqa: E402
+from sparsek_kernels.paged.index.page_records import launch as records_launch  # noqa: E402
 from sparsek_kernels.paged.index.two_step import launch as two_step_launch  # noqa: E402
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores  # noqa: E402
 from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402
@@ -43,6 +43,7 @@ from sparsek_kernels.paged.plan import Segment  # noqa: E402
 from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
 
 POLICY = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
+DECODED = POLICY.by_records(3072)
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
 READ_TBS = 4.59
 """Of scores, for powers of two, and of values."""
@@ -118,11 +119,7 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 @contextmanager
 def patched(name: str, value: TileConfig | tuple[int, int] | None) -> Iterator[None]:
     """Make the launcher take ``value`` from the selector ``name``."""
-    module = next(
-        m
-        for m in (attend_launch, launch_scores, key_means_launch, index_launch)
-        if hasattr(m, name)
-    )
+    module = next(m for m in (attend_launch, launch_scores, index_launch) if hasattr(m, name))
     stand_in = getattr(module, name) if value is None else lambda *_, **__: value
     with mock.patch.object(module, name, stand_in):
         yield
@@ -159,15 +156,17 @@ DECODES = {
 
 
 def decode_floor(requests: int, length: int) -> float:
-    """Microseconds to read the selected pages and the summaries at the measured rate."""
-    selected = min(POLICY.budget_blocks * POLICY.sel_block_size, length) * 2 * DIM * 2
-    summaries = 0 if POLICY.per_token().sees_all(length - 1) else length // 16 * DIM * 2
-    return requests * HEADS * (selected + summaries) / READ_TBS / 1e6
+    """Microseconds to read the selected tokens and the records at the measured rate."""
+    selected = DECODED.attended_tokens(length - 1) * 2 * DIM * 2
+    records = 0 if DECODED.sees_all(length - 1) else length // PAGE * summary_bytes(PAGE, DIM)
+    return requests * HEADS * (selected + records) / READ_TBS / 1e6
 
 
 def choose_and_attend(index: Any, operands: PagedOperands, segment: Segment) -> None:
     """Both halves; ``index`` is the launcher that chooses."""
-    attend_launch.attend_segment(operands, segment, Chosen(index.select(operands, segment)))
+    found = index.select(operands, segment)
+    chosen = found if isinstance(found, Chosen) else Chosen(found)
+    attend_launch.attend_segment(operands, segment, chosen)
 
 
 def decode_calls(
@@ -176,15 +175,14 @@ def decode_calls(
     k_cache, v_cache, summary = cache
     pages = k_cache.shape[0]
     everything, select, attend = [], [], []
-    rule = POLICY.per_token()
     for copy in range(copies):
         q, batch = make_batch(pages, [(1, length)] * requests, requests, max_len, copy)
         out = torch.empty_like(q)
         operands = PagedOperands(q, k_cache, v_cache, out, DIM**-0.5, summary)
-        segment = Segment(batch, rule)
-        choose = functools.partial(key_means_launch.select, operands, segment)
-        selected = Chosen(choose())
-        everything.append(functools.partial(choose_and_attend, key_means_launch, operands, segment))
+        segment = Segment(batch, DECODED)
+        choose = functools.partial(records_launch.select, operands, segment)
+        selected = choose()
+        everything.append(functools.partial(choose_and_attend, records_launch, operands, segment))
         select.append(choose)
         attend.append(functools.partial(attend_launch.attend_segment, operands, segment, selected))
     return everything, select, attend
@@ -211,10 +209,6 @@ def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(samples)
 
 
-LOGITS_SWEEP = [
-    TileConfig(4, 1, 16, n, splits, 4, stages)
-    for n, splits, stages in itertools.product((16, 32), (2, 4, 8, 16, 32, 64), (2, 3, 4))
-]
 DECODE_SWEEP = [
     TileConfig(4, 1, 16, n, s, w, stages, registers)
     for s, (n, w, stages, registers) in itertools.product(
@@ -222,7 +216,6 @@ DECODE_SWEEP = [
         ((64, 4, 2, 128), (64, 2, 2, 0), (64, 4, 2, 0)),
     )
 ]
-TOP_SWEEP = [(4, 128), (8, 128), (16, 64), (16, 128), (32, 64)]
 
 
 def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
@@ -233,17 +226,12 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
                 continue
             q, batch = make_batch(256, [(1, 8192)] * requests, requests, length, 0)
             out = torch.empty_like(q)
-            swept = [("logits_config", c) for c in LOGITS_SWEEP]
-            swept += [("decode_config", c) for c in DECODE_SWEEP]
-            swept += [("top_warps", c) for c in TOP_SWEEP]
-            chosen = swept[pick[0] :: pick[1]] if name == "32x64k" else [("decode_config", None)]
-            if name == "1x128k":
-                chosen = [("top_warps", c) for c in TOP_SWEEP]
-            for kind, config in chosen:
-                with patched(kind, config):
+            swept = DECODE_SWEEP[pick[0] :: pick[1]] if name == "32x64k" else [None]
+            for config in swept:
+                with patched("decode_config", config):
                     operands = PagedOperands(q, *cache[:2], out, 0.1, cache[2])
-                    segment = Segment(batch, POLICY.per_token())
-                    choose_and_attend(key_means_launch, operands, segment)
+                    segment = Segment(batch, DECODED)
+                    choose_and_attend(records_launch, operands, segment)
             continue
         floor = decode_floor(requests, length)
         if name == "32x64k":
@@ -259,31 +247,18 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
         )
         if not sweep:
             continue
-        for top in TOP_SWEEP:
-            with patched("top_warps", top):
-                print(f"   {name} top_warps {top}: select {time_graph(select):.1f} us", flush=True)
-        none = {(requests, HEADS): lambda *_, **__: None}
-        with mock.patch.object(index_launch, "top_blocks_kernel", none):
-            print(f"   {name} logits alone {time_graph(select):.1f} us", flush=True)
-        for kind, calls, configs in (
-            ("logits_config", select, LOGITS_SWEEP),
-            ("decode_config", attend, DECODE_SWEEP),
-        ):
-            rows = []
-            for config in configs:
-                few = kind == "decode_config" and config.splits < 6
-                many = kind == "decode_config" and config.splits > 4
-                if (few and requests < 32) or (many and requests == 32):
-                    continue
-                with patched(kind, config):
-                    rows.append((time_graph(calls, 7), config))
-            for micros, config in sorted(rows, key=lambda r: r[0])[:7]:
-                print(
-                    f"   {name} {kind} {micros:8.1f} us  n={config.block_n} "
-                    f"splits={config.splits} warps={config.num_warps} stages={config.num_stages} "
-                    f"registers={config.max_registers}",
-                    flush=True,
-                )
+        rows = []
+        for config in DECODE_SWEEP:
+            if (config.splits < 6) == (requests == 32):
+                with patched("decode_config", config):
+                    rows.append((time_graph(attend, 7), config))
+        for micros, config in sorted(rows, key=lambda r: r[0])[:7]:
+            print(
+                f"   {name} decode_config {micros:8.1f} us  n={config.block_n} "
+                f"splits={config.splits} warps={config.num_warps} stages={config.num_stages} "
+                f"registers={config.max_registers}",
+                flush=True,
+            )
 
 
 def run_peer() -> None:

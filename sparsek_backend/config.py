@@ -26,7 +26,7 @@ from pydantic import (
 
 from sparsek_backend.field_types import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.field_types import MAX_TOKENS as MAX_TOKENS
-from sparsek_backend.field_types import Blocks, Count, Layers, Positive
+from sparsek_backend.field_types import Blocks, Count, Layers, Pairs, Positive
 from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.model_sections import read_nsa
@@ -50,6 +50,15 @@ SECTION = "sparsek"
 ENV_PREFIX = "SPARSEK_"
 DEFAULTS = "defaults"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+
+DECODE_TOKENS = 3072
+"""Tokens that a decoded token selects by default."""
+
+_BY_RECORDS = ("auto", "block_topk", "pattern")
+"""Modes whose single tokens choose pairs of keys; in others they choose whole blocks."""
+
+_REPLACED = {"decode_top_k": "decode_tokens, which counts tokens (64 for each block)"}
+"""Settings of earlier versions, and what each became."""
 
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
 
@@ -77,13 +86,11 @@ class SparsityConfig(BaseModel):
     CPU, or `--block-size`) or be a multiple of it."""
     top_k: Blocks = 96
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
-    decode_top_k: Blocks | None = Field(None, examples=[32])
-    """Blocks that a decoded token selects; by default twice `top_k`, and 32 more at least, since
-    summaries alone choose them. Fewer make decoding faster."""
-    decode_tokens: Positive | None = Field(None, examples=[4096])
-    """Instead of `decode_top_k`: tokens that a decoded token selects, in pairs, by records that
-    pages keep of every 64 tokens; a mean value stands in for the others of each 64. Pages then have
-    a multiple of 64 tokens."""
+    decode_tokens: Pairs = DECODE_TOKENS
+    """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of
+    every 64 tokens; a mean value stands in for the others of each 64. Pages then have a multiple
+    of 64 tokens. Fewer make decoding faster. In mode `seer` it selects whole blocks of as many
+    tokens."""
     dense_below: Count = 8192
     """Positions below this attend everything."""
     dense_last: Count = 64
@@ -93,8 +100,8 @@ class SparsityConfig(BaseModel):
     """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
     that the model (with its draft model) lacks are refused."""
     query_tile: Positive = 64
-    """Prefill queries that share one selection. 1 selects per token, as many blocks as a decoded
-    token does: slower, and independent of chunking."""
+    """Prefill queries that share one selection. 1 selects per token, as a decoded token does:
+    slower, and independent of chunking."""
     sparse_phase: Phase = "both"
     """For measurements: `prefill` lets decoded tokens attend everything, `decode` the prompt's."""
     pattern: str | None = Field(None, examples=["pattern.safetensors"])
@@ -111,6 +118,12 @@ class SparsityConfig(BaseModel):
     def selects_blocks(self) -> bool:
         """Whether queries attend blocks beyond sinks and window."""
         return self.mode not in ("auto", "dense", "sink_window", "nsa")
+
+    @property
+    def by_records(self) -> bool:
+        """Whether tokens choose pairs of keys by records, which take pages of whole segments."""
+        alone = self.sparse_phase != "prefill" or self.query_tile == 1
+        return self.mode in _BY_RECORDS and alone
 
     def is_dense_layer(self, index: int) -> bool:
         """Whether the layer with this index attends everything.
@@ -138,14 +151,6 @@ class SparsityConfig(BaseModel):
         )
         if self.mode == "sink_window":
             return StepPolicy(window, window)
-        if self.mode in ("infllm", "seer"):  # of single tokens; gates leave prompts dense
-            alone = replace(
-                window,
-                top_k=self.decode_top_k or self.top_k,
-                sel_block_size=self.sel_block_size,
-                query_tile=1,
-            )
-            return StepPolicy(dense if self.mode == "seer" else alone, alone)
         tiles = replace(
             window,
             top_k=self.top_k,
@@ -153,10 +158,13 @@ class SparsityConfig(BaseModel):
             dense_last=self.dense_last,
             query_tile=self.query_tile,
         )
-        if self.decode_tokens is not None:
+        if self.mode in _BY_RECORDS:
             single = tiles.by_records(self.decode_tokens)
         else:
-            single = tiles.per_token(self.decode_top_k or self.top_k + max(self.top_k, 32))
+            size = self.sel_block_size
+            single = tiles.per_token(max(self.decode_tokens // size, 1), size)
+        if self.mode in ("infllm", "seer"):  # of single tokens; gates leave prompts dense
+            return StepPolicy(dense if self.mode == "seer" else single, single)
         if self.sparse_phase == "decode":
             return StepPolicy(dense, single)
         prefill = single if self.query_tile == 1 else tiles
@@ -169,7 +177,7 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "nsa": frozenset({"mode"}),
     "infllm": frozenset({"mode", "dense_layers", "time_selection"}),
     "seer": frozenset(
-        {"mode", "gates", "num_sink", "window_size", "decode_top_k", "dense_below", "dense_layers"}
+        {"mode", "gates", "num_sink", "window_size", "decode_tokens", "dense_below", "dense_layers"}
     ),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(FIELD_NAMES) - {"pattern", "gates"},
@@ -180,7 +188,8 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
 def register_mode(name: str) -> None:
     """Let the setting ``mode`` take another name, with the fields of ``block_topk``.
 
-    Its indexers come from whoever registers it (``vllm_backend/sparsek/selection.py``).
+    Single tokens choose whole blocks in it.  Its indexers come from whoever registers it
+    (``vllm_backend/sparsek/selection.py``).
     """
     if name not in _MODES:
         _MODES.append(name)
@@ -271,10 +280,6 @@ def resolve_config(
         seer = SeerSelection.read(values.get("gates") or model_folder)
         trained = seer.settings()
     for name, value in trained.items():
-        if name == "decode_top_k" and (
-            sources["top_k"] != MODEL_CONFIG or "decode_tokens" in values
-        ):
-            continue  # of the model's own top_k
         if name not in values:
             values[name] = value
             sources[name] = MODEL_CONFIG
@@ -296,11 +301,6 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
     Raises:
         ConfigError: the user asked for it, or for a mode that is not batch-invariant.
     """
-    if config.decode_tokens is not None:
-        raise ConfigError(
-            f"SPARSEK setting decode_tokens (from {sources['decode_tokens']}): not served with "
-            f"{BATCH_INVARIANT}; remedy: use decode_top_k, or unset {BATCH_INVARIANT}"
-        )
     unserved = {
         "nsa": "natively sparse models are",
         "infllm": "mode infllm is",
@@ -407,6 +407,9 @@ def _parse(name: str, text: str) -> object:
 
 
 def _unknown(name: str, source: str, known: tuple[str, ...]) -> str:
+    """The message of a setting that there is not, or not any more."""
+    if new := _REPLACED.get(name.removeprefix(ENV_PREFIX).lower()):
+        return f"SPARSEK setting {name} (from {source}) was replaced; remedy: use {new}"
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     return (
@@ -446,17 +449,6 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
             f"SPARSEK setting mode (from {sources['mode']}): 'pattern' needs a file, and pattern "
             "is not set; remedy: make one with `sparsek patterns learn MODEL --prefill --out FILE` "
             "and set pattern to its path"
-        )
-    if config.decode_tokens is not None and config.decode_top_k is not None:
-        raise ConfigError(
-            f"SPARSEK settings contradict each other: decode_tokens (from "
-            f"{sources['decode_tokens']}) and decode_top_k (from {sources['decode_top_k']}) both "
-            "say what a decoded token selects; remedy: remove one of them"
-        )
-    if config.decode_tokens is not None and config.query_tile == 1:
-        raise ConfigError(
-            f"SPARSEK setting query_tile (from {sources['query_tile']}): expected more than 1 with "
-            "decode_tokens, got 1; remedy: remove it, or use decode_top_k"
         )
     if config.mode == "pattern" and config.query_tile == 1:
         raise ConfigError(

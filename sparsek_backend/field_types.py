@@ -35,6 +35,7 @@ def _layer_count_or_indices(value: object) -> object:
 _Integer = Annotated[int, BeforeValidator(_no_booleans)]
 Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
 Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
+Pairs = Annotated[_Integer, Field(ge=2, le=MAX_TOKENS)]
 Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
 Layers = Annotated[
     int | tuple[int, ...],

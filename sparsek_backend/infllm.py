@@ -123,7 +123,7 @@ class InfLLMSelection:
             "num_sink": self.init_blocks * self.block_size,
             "window_size": max(self.local_blocks * self.block_size, 1),
             "top_k": self._chosen_blocks,
-            "decode_top_k": self._chosen_blocks,
+            "decode_tokens": self._chosen_blocks * self.block_size,
             "dense_below": max(self.dense_len, 0),
             "dense_last": 0,
         }

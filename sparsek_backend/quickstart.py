@@ -25,6 +25,7 @@ SETTINGS = {
     "num_sink": 64,
     "window_size": 512,
     "top_k": 16,
+    "decode_tokens": 1024,
     "dense_below": 1024,
 }
 

@@ -88,7 +88,7 @@ class SeerSelection:
             "num_sink": self.block_size,
             "window_size": 1,
             "top_k": top_k,
-            "decode_top_k": top_k,
+            "decode_tokens": top_k * self.block_size,
             "dense_below": 0,
             "dense_layers": self.start_layer,
         }

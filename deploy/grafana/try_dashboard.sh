@@ -28,7 +28,7 @@ model=$("$python" -m sparsek_backend model fetch)
 mkdir "$work/metrics"
 PROMETHEUS_MULTIPROC_DIR=$work/metrics VLLM_CPU_KVCACHE_SPACE=1 VLLM_HOST_IP=127.0.0.1 HF_HUB_OFFLINE=1 \
     "$VENV/bin/vllm" serve "$model" --attention-backend SPARSEK --enforce-eager --served-model-name small \
-    --additional-config '{"sparsek": {"top_k": 16, "dense_below": 1024, "time_selection": true}}' \
+    --additional-config '{"sparsek": {"top_k": 16, "decode_tokens": 1024, "dense_below": 1024, "time_selection": true}}' \
     --enable-auto-tool-choice --tool-call-parser hermes --host 127.0.0.1 --port 8000 >"$work/server.log" 2>&1 &
 pids+=($!)
 for _ in $(seq 150); do

@@ -176,7 +176,7 @@ def halves(budget: Budget) -> list[Budget]:
 
 def pictured() -> list[str]:
     """The budgets of one picture: block selection, and sinks and window of as many tokens."""
-    blocks = [f"block_topk:{k},decode_top_k={k}" for k in _PICTURED]
+    blocks = [f"block_topk:{k},decode_tokens={64 * k}" for k in _PICTURED]
     policies = [parse_budget(text).policy().prefill for text in blocks]
     windows = [(p.budget_blocks - p.sink_blocks) * p.sel_block_size for p in policies]
     return blocks + [f"sink_window:{n},num_sink={policies[0].num_sink}" for n in windows]

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sparsek_backend.config import ConfigError
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.prompt import Prompt
@@ -78,7 +79,10 @@ class Run:
         if not self.known:
             return None
         budget = Budget(self.label, self.settings)
-        return (budget.prefill_share if phase == "prefill" else budget.decode_share)(length)
+        try:
+            return (budget.prefill_share if phase == "prefill" else budget.decode_share)(length)
+        except ConfigError:  # settings of another version
+            return None
 
 
 def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:

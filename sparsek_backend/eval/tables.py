@@ -74,12 +74,12 @@ def perplexity_table(rows: Sequence[Row]) -> Table:
 
 def tuning_table(tried: Sequence[tuple[Budget, Row]], length: int, loss: float) -> Table:
     """Pairs of numbers with what they attend of a length, and the rows in which they lose most."""
-    names = ("decode_top_k", "prefill", "decode", "added NLL", "interval", f"holds {loss:g}")
+    names = ("decode_tokens", "prefill", "decode", "added NLL", "interval", f"holds {loss:g}")
     table = _table(f"at {length} tokens", "top_k", *names)
     for budget, row in tried:
         table.add_row(
             str(budget.config.top_k),
-            str(budget.config.decode_top_k),
+            str(budget.config.decode_tokens),
             f"{budget.prefill_share(length):.0%}",
             f"{budget.decode_share(length):.0%}",
             f"{row['delta_nll']:+.3f}",

@@ -1,4 +1,4 @@
-"""`sparsek tune`: the cheapest `top_k` and `decode_top_k` whose answers stay within a loss."""
+"""`sparsek tune`: the cheapest `top_k` and `decode_tokens` whose answers stay within a loss."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def cost_of(budget: Budget, lengths: Sequence[int]) -> float:
     return fmean(budget.prefill_share(n) + budget.decode_share(n) for n in lengths) / 2
 
 
+def pair(prompts: int, decodes: int) -> str:
+    """The budget of so many blocks for prompts, and as many tokens as so many for decoded ones."""
+    return f"block_topk:{prompts},decode_tokens={64 * decodes}"
+
+
 def cheapest(
     sizes: Sequence[int], cost: Callable[[Budget], float], holds: Callable[[Budget], bool]
 ) -> Budget | None:
@@ -42,7 +47,7 @@ def cheapest(
     """
     best, prompts, decodes = None, sorted(sizes), sorted(sizes)
     while prompts and decodes:
-        budget = parse_budget(f"block_topk:{prompts[-1]},decode_top_k={decodes[0]}")
+        budget = parse_budget(pair(prompts[-1], decodes[0]))
         if best is not None and cost(budget) >= cost(best):
             prompts.pop()
         elif holds(budget):
@@ -60,14 +65,14 @@ def tune(
     *,
     loss: Annotated[float, typer.Option(help="Most added NLL of right answers.")] = 0.01,
     size: Annotated[
-        list[int] | None, typer.Option(help=f"Blocks to try; by default {SIZES}. Repeatable.")
+        list[int] | None, typer.Option(help=f"Blocks of 64 to try; by default {SIZES}. Repeatable.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts to ask.")] = None,
     asked: QuestionOptions,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("tune-results"),
 ) -> None:
-    """Search `top_k` and `decode_top_k` by the NLL of right answers; print the cheapest that hold.
+    """Search `top_k` and `decode_tokens` by the NLL of right answers; print the cheapest that hold.
 
     They hold where the upper end of the 95 % interval is within --loss.  The same command continues
     an interrupted search.
@@ -81,7 +86,7 @@ def tune(
         if (fewest := min(kinds.values(), default=0)) < 2:  # an interval of one has no width
             raise ValueError(f"prompts-per-task: expected at least 2 prompts each, got {fewest}")
         lengths = sorted({prompt.length for prompt in asks.prompts})
-        some = {k: parse_budget(f"block_topk:{k},decode_top_k={k}") for k in size or SIZES}
+        some = {k: parse_budget(pair(k, k)) for k in size or SIZES}
         sizes = [k for k, budget in some.items() if budget.decode_share(lengths[0]) < 1.0]
         if not sizes:
             raise ValueError(f"size: expected one that leaves something out of {lengths[0]} tokens")
@@ -101,6 +106,6 @@ def tune(
     console.print(tuning_table(tried, lengths[-1], loss))
     if best is None:
         raise fail(f"nothing holds a loss of {loss:g}; allow more, or ask more prompts")
-    found = {"top_k": best.config.top_k, "decode_top_k": best.config.decode_top_k}
+    found = {"top_k": best.config.top_k, "decode_tokens": best.config.decode_tokens}
     console.print(f"cheapest that hold {loss:g}: {best.label}")
     console.print(f"--additional-config '{json.dumps({'sparsek': found})}'", soft_wrap=True)

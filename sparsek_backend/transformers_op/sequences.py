@@ -26,13 +26,16 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
         k, v: ``[B, M, Hkv, D]``.
         rule: what a query attends.
     """
+    needs_gradient = _needs_gradient(q, k, v, rule.sinks)
+    if needs_gradient:
+        rule = rule.with_gradient()
     num_q, num_k, policy = q.shape[1], k.shape[1], rule.of(q.shape[1])
     first, last = split_queries(policy, num_q, num_k)
     if first == last:
         return flash_attend(q, k, v, rule.dense())
     if _is_flash_mask(policy):
         return flash_attend(q, k, v, rule)
-    if policy.selects_blocks and not _needs_gradient(q, k, v, rule.sinks):
+    if policy.selects_blocks and not needs_gradient:
         return attend_selected(q, k, v, rule)
 
     def attend_rows(begin: int, end: int, rule: AttentionRule) -> torch.Tensor:

@@ -32,16 +32,35 @@ class AttentionRule:
         softmax_scale: factor of ``q . k``.
         sinks: ``[Hq]`` learned logits of the denominator, or ``None``.
         indexers: what chooses blocks; ``None``: :func:`default_indexers`.
+        as_prompts: whether a single query attends as a prompt's does.
     """
 
     policy: StepPolicy
     softmax_scale: float
     sinks: torch.Tensor | None
     indexers: Indexers | None = None
+    as_prompts: bool = False
+
+    def decodes(self, num_q: int) -> bool:
+        """Whether ``num_q`` queries are a decoded token's: several are a prompt's."""
+        return num_q == 1 and not self.as_prompts
 
     def of(self, num_q: int) -> SelectionPolicy:
-        """What ``num_q`` queries attend: one is a decoded token, several are a prompt's."""
-        return self.policy.decode if num_q == 1 else self.policy.prefill
+        """What ``num_q`` queries attend."""
+        return self.policy.decode if self.decodes(num_q) else self.policy.prefill
+
+    def with_gradient(self) -> AttentionRule:
+        """The rule where gradients are asked for, which choosing by records has none of.
+
+        Raises:
+            NotImplementedError: prompts choose by records too.
+        """
+        if self.policy.prefill.alignment:
+            raise NotImplementedError(
+                "query_tile: gradients are not served where single tokens choose by records; set "
+                "it above 1"
+            )
+        return replace(self, as_prompts=True) if self.policy.decode.alignment else self
 
     def dense(self) -> AttentionRule:
         """The same with everything attended."""
@@ -49,17 +68,22 @@ class AttentionRule:
 
 
 def _paged(
-    k: torch.Tensor, v: torch.Tensor, num_q: int, policy: StepPolicy, indexers: Indexers
+    k: torch.Tensor,
+    v: torch.Tensor,
+    num_q: int,
+    policy: StepPolicy,
+    indexers: Indexers,
+    decodes: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
     """Keys ``[B, M, Hkv, D]`` and values as pages of whole blocks, with what indexers read."""
     batch, num_k = k.shape[:2]
-    page_size = math.lcm(policy.prefill.sel_block_size, policy.decode.sel_block_size)
-    k_cache, v_cache, summary, table = pages_of(
-        k, v, page_size, write_summary=indexers.written_with_keys
-    )
+    sizes = policy.prefill.sel_block_size, policy.decode.sel_block_size, policy.decode.alignment
+    page_size = math.lcm(*(size for size in sizes if size))
+    index = indexers.decode if decodes else indexers.prefill
+    by_records = index is not None and index.written_with_keys
+    k_cache, v_cache, summary, table = pages_of(k, v, page_size, write_summary=by_records)
     lengths = (num_k,) * batch
-    decodes = batch if num_q == 1 else 0
-    described = batch_of_lengths(table, (num_q,) * batch, lengths, decodes=decodes)
+    described = batch_of_lengths(table, (num_q,) * batch, lengths, decodes=batch if decodes else 0)
     if indexers.written_once is not None:
         every = batch_of_lengths(table, lengths, lengths)
         write_index(k_cache, v_cache, summary, every, policy.decode, indexers.written_once)
@@ -72,7 +96,9 @@ def attend_selected(
     """Attention ``[B, N, Hq, D]`` of the last N tokens to the blocks that they select."""
     indexers = rule.indexers or default_indexers(rule.policy)
     with torch.no_grad():
-        k_cache, v_cache, summary, batch = _paged(k, v, q.shape[1], rule.policy, indexers)
+        decodes = rule.decodes(q.shape[1])
+        paged = _paged(k, v, q.shape[1], rule.policy, indexers, decodes)
+        k_cache, v_cache, summary, batch = paged
         out = paged_attention(
             q.flatten(0, 1),
             k_cache,
@@ -105,11 +131,11 @@ def block_indices(
     """
     batch, num_q = q.shape[:2]
     num_k, heads = k.shape[1], k.shape[2]
-    alone = policy if policy.query_tile == 1 else policy.per_token()
-    step = StepPolicy(policy, alone)
+    dense = SelectionPolicy(sel_block_size=policy.sel_block_size)
+    step = StepPolicy(policy, policy if policy.query_tile == 1 else dense)
     indexers = default_indexers(step) if index is None else Indexers(index, index)
     with torch.no_grad():
-        k_cache, _, summary, described = _paged(k, v, num_q, step, indexers)
+        k_cache, _, summary, described = _paged(k, v, num_q, step, indexers, decodes=False)
         per_request = select_blocks(
             q.flatten(0, 1).to(k_cache.dtype),
             k_cache,
@@ -141,7 +167,7 @@ def attend_selected_with_gradient(
     """
     policy = rule.of(q.shape[1])
     indexers = rule.indexers or default_indexers(rule.policy)
-    index = indexers.decode if q.shape[1] == 1 else indexers.prefill
+    index = indexers.decode if rule.decodes(q.shape[1]) else indexers.prefill
     indices = block_indices(q, k, v, policy, rule.softmax_scale, index)
     size = policy.sel_block_size
     if leave_out:

@@ -38,7 +38,9 @@ def attended_by_requests(
     cut, prefill = num_decodes, policy.prefill
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
     prefills = query_positions(seq_lens[cut:], query_lens[cut:])
-    total = policy.decode.attended_tokens(decodes).sum() + prefill.attended_tokens(prefills).sum()
+    first = np.repeat((seq_lens - query_lens)[:cut], query_lens[:cut])
+    total = policy.decode.attended_tokens(decodes, first).sum()
+    total += prefill.attended_tokens(prefills).sum()
     if prefill.dense_last:
         last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], prefill.dense_last))
         total += (last + 1 - prefill.attended_tokens(last)).sum()

@@ -44,6 +44,13 @@ def selected_backends(vllm_config: Any) -> tuple[Any, ...]:
     return (attention.backend, *per_kind.values())
 
 
+def current_config() -> Any:
+    """Return the configuration that vLLM has set as the current one, or ``None``."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none()
+
+
 def is_batch_invariant() -> bool:
     """Whether ``VLLM_BATCH_INVARIANT`` is set; of an engine, ``ResolvedConfig`` says so."""
     from vllm import envs

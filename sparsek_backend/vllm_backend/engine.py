@@ -100,6 +100,15 @@ def current_engine() -> Engine:
     return _latest
 
 
+def engine_in_use() -> Engine | None:
+    """Return the engine of vLLM's current configuration, where that is set and has layers."""
+    config = compat.current_config()
+    if config is None:
+        return None
+    found = (engine for known, engine in _engines if known() is config.compilation_config)
+    return next(found, None)
+
+
 def latest_engine() -> Engine | None:
     """Return the engine whose layers were built last.
 

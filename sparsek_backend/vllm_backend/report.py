@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from sparsek_backend.config import SparsityConfig
 from sparsek_backend.infllm import InfLLMSelection
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.index.key_means.sketch import VECTOR_SIZE
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.policy import CELL, CELL_SIZE, SEGMENT, SelectionPolicy, StepPolicy
 
 EAGER_NORMS = (
     "SPARSEK: VLLM_BATCH_INVARIANT with enforce_eager: vLLM's own RMSNorm kernel may round by "
@@ -53,11 +52,10 @@ def describe_layers(
     main = prefill if prefill.selects_blocks else decode
     parts = [_describe_policy(main, mode)]
     if prefill.selects_blocks and decode.selects_blocks:
-        own = decode.top_k * decode.sel_block_size // prefill.sel_block_size
-        if decode.alignment:
+        if decode.alignment and not prefill.alignment:
             parts.append(f"decoded tokens choose {decode.top_k * decode.sel_block_size} by records")
-        elif own != prefill.top_k:
-            parts[0] += f" ({own} for decoded tokens)"
+        elif decode.top_k != prefill.top_k:
+            parts[0] += f" ({decode.top_k} for decoded tokens)"
         if mode == "pattern":
             parts.append("prefills by a learned pattern")
     elif prefill.selects_blocks:
@@ -109,7 +107,7 @@ def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> 
     scored = f"means of {model.kernel_size} tokens every {model.kernel_stride}"
     if model.use_nope:
         scored += ", without positions"
-    chosen = f"single tokens choose cells of {CELL_SIZE} by means of {VECTOR_SIZE} rotated keys"
+    chosen = f"single tokens choose {CELL} tokens each by records of {SEGMENT}"
     if config.query_tile > 1:
         chosen = (
             f"every {config.query_tile} queries of a prefill choose blocks by means of "

@@ -13,6 +13,7 @@ from sparsek_backend.config import (
 )
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.nsa.paged.cache import check_paged_spec
+from sparsek_kernels.paged.policy import SEGMENT
 
 from .compat import is_batch_invariant, selected_backends
 from .names import BACKEND_NAME, NSA_ARCHITECTURE
@@ -117,11 +118,11 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
             f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {size}, or set "
             f"sel_block_size to {page_size}"
         )
-    if config.decode_tokens is not None and page_size % 64:
+    if config.by_records and page_size % SEGMENT:
         raise ConfigError(
             f"SPARSEK setting decode_tokens (from {resolved.sources['decode_tokens']}): expected "
-            f"KV pages of a multiple of 64 tokens, got {page_size}; remedy: --block-size 64, or "
-            "use decode_top_k"
+            f"KV pages of a multiple of {SEGMENT} tokens, got {page_size}; remedy: --block-size "
+            f"{SEGMENT}, or mode sink_window or dense"
         )
     if config.mode == "seer" and page_size % size:
         raise ConfigError(

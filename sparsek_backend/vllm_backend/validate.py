@@ -63,10 +63,6 @@ def check_engine(vllm_config: Any) -> None:
         check_page_size(resolved, _page_size(vllm_config))
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1:
-        if resolved.config.decode_tokens is not None:
-            raise ValueError(
-                _refusal(["decode_tokens with decode context parallelism (remedy: decode_top_k)"])
-            )
         check_interleave(parallel.cp_kv_cache_interleave_size, _page_size(vllm_config))
     folder = Path(model.model)
     if vllm_config.load_config.load_format in ("auto", "safetensors") and folder.is_dir():

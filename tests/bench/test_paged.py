@@ -31,7 +31,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 
 SMALL: dict[str, Param] = {
     **get_op("paged_prefill").defaults,
-    **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "page_size": 32},
+    **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "page_size": 64},
     **{"num_sink": 16, "window_size": 64, "top_k": 2, "sel_block_size": 32},
 }
 CPU = torch.device("cpu")
@@ -59,18 +59,18 @@ def test_select_gates() -> None:
         assert verdict.passed, (provider.name, verdict.detail)
 
 
-def test_a_decode_reads_the_sketch_and_what_it_attends() -> None:
+def test_a_decode_reads_records_and_what_it_attends() -> None:
     inputs = make_inputs(Case("t", parse_spec("1q1s1k"), SMALL), CPU)
-    rule = inputs.policy.per_token()
+    rule = inputs.policy.by_records(2 * 32)
     row = 2 * 32 * 4  # K of a token: two KV heads, 32 dimensions, float32
-    sketch = 1023 * 2 * inputs.k_summary.shape[2] / 32
+    records = 1023 * 2 * inputs.k_summary.shape[2] / 64
     _, read = decode_cost(inputs, rule)
-    assert read == 2 * row * rule.attended_tokens(1023) + sketch + 2 * inputs.q.numel() * 4
+    assert read == 2 * row * rule.attended_tokens(1023) + records + 2 * inputs.q.numel() * 4
     _, dense = decode_cost(inputs, SelectionPolicy())
     assert dense == 2 * row * 1024 + 2 * inputs.q.numel() * 4
 
 
-@pytest.mark.parametrize("query_tile", [1, 32, 64])
+@pytest.mark.parametrize("query_tile", [32, 64])
 def test_prefill_gates(query_tile: int) -> None:
     params = {**SMALL, "chunk": 192, "query_tile": query_tile}
     providers = get_op("paged_prefill").build(Case("t", parse_spec("q400"), params), CPU)
@@ -124,7 +124,7 @@ def test_the_attended_share_by_lists_is_the_one_that_is_counted() -> None:
     seen = 0
     inputs.v_cache.zero_()
     for key in range(length):  # a key is seen by the queries whose output it moves
-        page, row = int(inputs.block_table[0, key // 32]), key % 32
+        page, row = int(inputs.block_table[0, key // 64]), key % 64
         inputs.v_cache[page, 0, row] = 1.0
         for batch, rows in inputs.chunks([(0, 192), (192, 384), (384, 512)]):
             out = paged_attention(
@@ -180,7 +180,7 @@ def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
     inputs.q.mul_(4.0)  # far from ties
     tile, policy = prefill_tiles(inputs)[-1], inputs.policy
     first, last = policy.candidate_range(tile.positions[0])
-    scores = candidate_scores(inputs, tile, policy, decode=False)[first:last]
+    scores = candidate_scores(inputs, tile, policy)[first:last]
     order = scores.argsort(descending=True) + first
     listed = torch.zeros(last, dtype=torch.bool)
     listed[order[: policy.listed_blocks]] = True
@@ -190,7 +190,7 @@ def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
     count, places = policy.scored_blocks, policy.listed_blocks
 
     def verdict(chosen: torch.Tensor) -> str:
-        return wrong_selection(chosen.sort().values, inputs, tile, policy, decode=False)
+        return wrong_selection(chosen.sort().values, inputs, tile, policy)
 
     assert not verdict(ranked[:count])
     assert "beat" in verdict(ranked[places - count : places])
@@ -211,5 +211,5 @@ def test_max_len_is_the_longest_context_that_a_launch_must_serve() -> None:
     inputs = make_inputs(Case("t", parse_spec("2q1s100"), {**SMALL, "max_len": 4096}), CPU)
     batch = inputs.batch((1, 1), (100, 100), 2)
     assert (batch.max_seq_len, batch.seq_lens.tolist()) == (4096, [100, 100])
-    assert batch.block_table.shape == (2, 4096 // 32)
-    assert len(inputs.k_cache) == 2 * 4  # pages of what is there alone
+    assert batch.block_table.shape == (2, 4096 // 64)
+    assert len(inputs.k_cache) == 2 * 2  # pages of what is there alone

@@ -23,20 +23,14 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import ceil_div
 from tests.kernels.paged.cache_cases import Case, make_case
 
-LENGTHS, QUERIES, DECODES, PAGE, HEADS, DIM = (
-    [300, 65, 517, 400, 131],
-    [1, 1, 1, 250, 131],
-    3,
-    32,
-    4,
-    32,
-)
+LENGTHS, QUERIES, DECODES, HEADS, DIM = [300, 65, 517, 400, 131], [1, 1, 1, 250, 131], 3, 4, 32
 EXTRA = 2  # elements per token that the summaries take
 
 
-def whole_step() -> Case:
+def whole_step(page_size: int) -> Case:
     """The step as one rank has it."""
-    return make_case(LENGTHS, QUERIES, DECODES, heads=HEADS, kv_heads=1, dim=DIM, page_size=PAGE)
+    sizes: dict[str, Any] = {"heads": HEADS, "kv_heads": 1, "dim": DIM, "page_size": page_size}
+    return make_case(LENGTHS, QUERIES, DECODES, **sizes)
 
 
 def sinks() -> torch.Tensor:
@@ -45,17 +39,18 @@ def sinks() -> torch.Tensor:
 
 
 def view(cache: torch.Tensor, summary_bytes: int) -> Any:
-    """K, V and summaries of pages ``[pages, 1, PAGE, 2 D + EXTRA]``."""
-    flat = cache.view(cache.shape[0], 1, -1)
-    both = flat[..., : PAGE * 2 * DIM].unflatten(-1, (PAGE, 2 * DIM))
-    behind = flat[..., PAGE * 2 * DIM :].view(torch.uint8)[..., :summary_bytes]
+    """K, V and summaries of pages ``[pages, 1, page_size, 2 D + EXTRA]``."""
+    flat, page = cache.view(cache.shape[0], 1, -1), cache.shape[2]
+    both = flat[..., : page * 2 * DIM].unflatten(-1, (page, 2 * DIM))
+    behind = flat[..., page * 2 * DIM :].view(torch.uint8)[..., :summary_bytes]
     return SimpleNamespace(keys=both[..., :DIM], values=both[..., DIM:], summary=behind)
 
 
 def own_pages(case: Case, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A rank's cache and block table: every ``ranks``-th page of each sequence."""
-    pages = [ceil_div(length, PAGE * ranks) for length in LENGTHS]
-    cache = torch.full((sum(pages) + 2, 1, PAGE, 2 * DIM + EXTRA), float("nan"))
+    page_size = case.k_cache.shape[2]
+    pages = [ceil_div(length, page_size * ranks) for length in LENGTHS]
+    cache = torch.full((sum(pages) + 2, 1, page_size, 2 * DIM + EXTRA), float("nan"))
     table = torch.zeros(len(LENGTHS), max(pages) + 1, dtype=torch.int32)
     views = view(cache, case.k_summary.shape[-1])
     here = iter(range(sum(pages) + 1, 0, -1))
@@ -63,7 +58,7 @@ def own_pages(case: Case, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Te
         for own in range(count):
             table[request, own] = page = next(here)
             logical = own * ranks + rank
-            if logical * PAGE < LENGTHS[request]:
+            if logical * page_size < LENGTHS[request]:
                 source = int(case.batch.block_table[request, logical])
                 views.keys[page] = case.k_cache[source]
                 views.values[page] = case.v_cache[source]
@@ -72,13 +67,16 @@ def own_pages(case: Case, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Te
 
 
 def attend(
-    mesh: DeviceMesh, policy: SelectionPolicy | StepPolicy, gathered_tokens: int
+    mesh: DeviceMesh,
+    policy: SelectionPolicy | StepPolicy,
+    page_size: int,
+    gathered_tokens: int,
 ) -> np.ndarray:
     """This rank's heads of the step's output; both prefills' pages are gathered at once, or not."""
     shards.GATHERED_TOKENS = gathered_tokens
     parts = [2] if gathered_tokens >= sum(LENGTHS[DECODES:]) else [1, 1]
     size, rank = mesh.size(), mesh.get_local_rank()
-    case = whole_step()
+    case = whole_step(page_size)
     cache, table = own_pages(case, rank, size)
     batch = replace(
         case.batch,
@@ -88,7 +86,7 @@ def attend(
         _derived={},
     )
     ranks = ContextRanks(mesh.get_group(), rank, size)
-    step = shard_step(batch, PAGE, ranks)
+    step = shard_step(batch, page_size, ranks)
     own = ranks.own_heads(case.q)
     assert torch.equal(ranks.gather_heads(own), case.q)
     out = torch.full_like(own, float("nan"))

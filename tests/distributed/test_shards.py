@@ -14,8 +14,9 @@ from tests.kernels.paged.cache_cases import POLICIES
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["sink_window", "topk", "topk_token"])
 def test_a_step_of_decodes_and_prefills(name: str, size: int, ranks: Ranks) -> None:
-    case, policy = shard_cases.whole_step(), POLICIES[name]
-    shares = ranks.run(size, shard_cases.attend, policy, 1000 if size == 2 else 500)
+    policy = POLICIES[name]
+    case = shard_cases.whole_step(64)
+    shares = ranks.run(size, shard_cases.attend, policy, 64, 1000 if size == 2 else 500)
     found = torch.cat([torch.from_numpy(share) for share in shares], dim=1)
     expected = paged_attention_reference(
         case.q, case.k_cache, case.v_cache, case.batch, policy, sinks=shard_cases.sinks()

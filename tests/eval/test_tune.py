@@ -29,8 +29,7 @@ def cost(budget: Budget) -> float:
 
 
 def numbers(budget: Budget) -> tuple[int, int]:
-    assert budget.config.decode_top_k is not None
-    return budget.config.top_k, budget.config.decode_top_k
+    return budget.config.top_k, budget.config.decode_tokens // 64
 
 
 @settings(deadline=None, max_examples=60)
@@ -46,7 +45,7 @@ def test_the_cheapest_pair_that_holds(least: list[int]) -> None:
 
     best = cheapest(SIZES[::-1], cost, holds)
     every = [
-        parse_budget(f"block_topk:{p},decode_top_k={d}")
+        parse_budget(f"block_topk:{p},decode_tokens={64 * d}")
         for p, d in itertools.product(SIZES, SIZES)
         if d >= needed[p]
     ]
@@ -58,7 +57,7 @@ def test_the_cheapest_pair_that_holds(least: list[int]) -> None:
 def test_costs_rise_with_what_is_attended() -> None:
     few, more = parse_budget("block_topk:8"), parse_budget("block_topk:16")
     assert cost(few) < cost(more) < 1.0
-    assert cost(parse_budget("block_topk:8,decode_top_k=8")) < cost(few)
+    assert cost(parse_budget("block_topk:8,decode_tokens=512")) < cost(few)
 
 
 class Arithmetic:
@@ -98,15 +97,15 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
     command = ["model", "--prompts", str(file), "--out", str(tmp_path), "--size", "4"]
     done = CliRunner().invoke(tune.app, [*command, "--size", "8", "--size", "16"])
     assert done.exit_code == 0, done.output
-    assert "cheapest that hold 0.01: block_topk:8,decode_top_k=16" in done.output
-    assert '{"sparsek": {"top_k": 8, "decode_top_k": 16}}' in done.output
+    assert "cheapest that hold 0.01: block_topk:8,decode_tokens=1024" in done.output
+    assert '{"sparsek": {"top_k": 8, "decode_tokens": 1024}}' in done.output
     table = [line.split() for line in done.stdout.splitlines() if line.endswith((" no ", " yes "))]
     assert [(cells[0], cells[1], cells[-1]) for cells in table] == [
-        ("16", "4", "no"),
-        ("16", "8", "no"),
-        ("16", "16", "yes"),
-        ("8", "16", "yes"),
-        ("4", "16", "no"),
+        ("16", "256", "no"),
+        ("16", "512", "no"),
+        ("16", "1024", "yes"),
+        ("8", "1024", "yes"),
+        ("4", "1024", "no"),
     ]
     done = CliRunner().invoke(tune.app, command)
     assert done.exit_code == 2

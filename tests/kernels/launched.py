@@ -5,6 +5,8 @@ On a CPU the kernels run in Triton's interpreter; the api would take the torch p
 
 from __future__ import annotations
 
+import torch
+
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
@@ -12,8 +14,8 @@ from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
-from sparsek_kernels.paged.index.key_means import KeyMeans
-from sparsek_kernels.paged.index.key_means import launch as key_means_launch
+from sparsek_kernels.paged.index.page_records import PageRecords, launch_write
+from sparsek_kernels.paged.index.page_records import launch as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import TwoStep
@@ -21,12 +23,13 @@ from sparsek_kernels.paged.index.two_step import launch as two_step_launch
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.write import launch as write_launch
 
 
 def select_launched(operands: PagedOperands, segment: Segment, index: Indexer) -> Chosen:
     """What an indexer's launches choose."""
-    if isinstance(index, KeyMeans):
-        return Chosen(key_means_launch.select(operands, segment))
+    if isinstance(index, PageRecords):
+        return records_launch.select(operands, segment)
     if isinstance(index, TwoStep):
         return Chosen(two_step_launch.select(operands, segment))
     if isinstance(index, InfLLM):
@@ -34,6 +37,21 @@ def select_launched(operands: PagedOperands, segment: Segment, index: Indexer) -
     if isinstance(index, Seer):
         return Chosen(seer_launch.select(operands, segment, index.gates))
     return index.select(operands, segment)
+
+
+def write_launched(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_summary: torch.Tensor | None,
+    slots: torch.Tensor,
+    **scales: float,
+) -> None:
+    """What ``write_kv`` does on a GPU."""
+    write_launch.write_kv(key, value, k_cache, v_cache, slots, **scales)
+    if k_summary is not None:
+        launch_write.write_records(k_cache, v_cache, k_summary, slots)
 
 
 def attend_launched(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:

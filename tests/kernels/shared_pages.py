@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Barrier, Lock
 from typing import TypeVar
 
 import torch
 
 from sparsek_kernels.paged import PagedBatch
-from tests.kernels.worst_sketch import worst_sketch
+from sparsek_kernels.paged.operands import Ranks
 from tests.processes import SECONDS
 
-Largest = Callable[[torch.Tensor], torch.Tensor]
 _Result = TypeVar("_Result")
 
 
@@ -26,13 +25,13 @@ class Exchange:
         self.barrier, self.turn = Barrier(ranks, timeout=SECONDS), Lock()
         self.calls = 0
 
-    def largest(self, rank: int, values: torch.Tensor) -> torch.Tensor:
+    def gather(self, rank: int, values: torch.Tensor) -> torch.Tensor:
         assert values.is_contiguous()
         self.brought[rank] = values.clone()  # ranks of one process share the kernels' scratch
         self.turn.release()
         try:
             self.barrier.wait()
-            found = torch.stack([value for value in self.brought if value is not None]).amax(0)
+            found = torch.stack([value for value in self.brought if value is not None])
             self.calls += rank == 0
             self.barrier.wait()
         finally:
@@ -40,20 +39,39 @@ class Exchange:
         return found
 
 
-def on_ranks(ranks: int, work: Callable[[int, Largest], _Result]) -> tuple[list[_Result], int]:
-    """What ``work(rank, largest)`` returns on every rank, and how often they exchanged scores."""
+@dataclass
+class OneOfRanks:
+    """What one of the ranks exchanges by."""
+
+    exchange: Exchange
+    rank: int
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.exchange.gather(self.rank, x)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gather(x).amax(0)
+
+
+def on_ranks(ranks: int, work: Callable[[int, Ranks], _Result]) -> tuple[list[_Result], int]:
+    """What ``work(rank, ranks)`` returns on every rank, and how often they exchanged something."""
     exchange = Exchange(ranks)
 
     def one(rank: int) -> _Result:
         with exchange.turn:
             try:
-                return work(rank, lambda values: exchange.largest(rank, values))
+                return work(rank, OneOfRanks(exchange, rank))
             except BaseException:
                 exchange.barrier.abort()
                 raise
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks))), exchange.calls
+
+
+def own_scratch(device: torch.device, _name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """In place of ``workspace``: elsewhere, ranks are processes of their own."""
+    return torch.full((numel,), 7, device=device, dtype=dtype)
 
 
 def held_pages(
@@ -73,5 +91,5 @@ def held_pages(
     assert foreign.unique().numel() == foreign.numel() < k_cache.shape[0]
     k_cache, v_cache, k_summary = k_cache.clone(), v_cache.clone(), k_summary.clone()
     k_cache[foreign], v_cache[foreign] = float("nan"), float("nan")
-    k_summary[foreign] = worst_sketch(*k_cache.shape[2:]).to(k_summary.device)
+    k_summary[foreign] = 255  # in a record, NaN
     return (k_cache, v_cache, k_summary), replace(batch, block_table=table, _derived={})

@@ -12,7 +12,7 @@ from tests.transformers_op.tiny import configure, logits, make_model, tokens, vi
 from tests.vllm_backend.gate_files import make_gates_folder
 
 import sparsek_backend.transformers_op as sparsek  # isort: skip
-from sparsek_backend.config import ConfigError  # isort: skip
+from sparsek_backend.config import ConfigError, SparsityConfig  # isort: skip
 from sparsek_backend.transformers_op import sequences, topk  # isort: skip
 from sparsek_kernels.fallback import fallback_counts  # isort: skip
 from sparsek_kernels.paged.plan import first_sparse  # isort: skip
@@ -25,7 +25,7 @@ SPARSE: dict[str, Any] = {
     "num_sink": 64,
     "window_size": 64,
     "top_k": 1,
-    "decode_top_k": 1,
+    "decode_tokens": 64,
 }
 
 
@@ -71,7 +71,7 @@ def test_dense_layers_stay_dense() -> None:
 
 
 @pytest.mark.parametrize("dense_last", [0, 10, 64, 400])
-@pytest.mark.parametrize("query_tile", [1, 16, 64])
+@pytest.mark.parametrize("query_tile", [16, 64])
 def test_training_attends_what_inference_attends(query_tile: int, dense_last: int) -> None:
     model, ids = make_model(), tokens(2, 300)
     configure(model, **SPARSE, query_tile=query_tile, dense_last=dense_last)
@@ -80,7 +80,7 @@ def test_training_attends_what_inference_attends(query_tile: int, dense_last: in
     assert with_gradient.requires_grad
     assert _worst(with_gradient, without) < TOLERANCE
     dense = _worst(without, logits(model, "sdpa", ids))
-    if dense_last > 300 and query_tile > 1:
+    if dense_last > 300:
         assert dense < TOLERANCE
     else:
         assert dense > 100 * TOLERANCE
@@ -96,7 +96,7 @@ def test_training_attends_what_inference_attends(query_tile: int, dense_last: in
 )
 def test_gradients_equal_those_of_the_mask(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    of_tokens = ("mode", "decode_top_k")
+    of_tokens = ("mode", "decode_tokens")
     policy = SelectionPolicy(**{k: v for k, v in settings.items() if k not in of_tokens})
     q = torch.randn(1, 200, 6, 16, dtype=torch.float32, requires_grad=True)
     k, v = (torch.randn(1, 200, 2, 16, requires_grad=True) for _ in range(2))
@@ -125,6 +125,24 @@ def test_gradients_equal_those_of_the_mask(settings: dict[str, Any]) -> None:
     wanted_grads = torch.autograd.grad(wanted, (q, k, v, sinks), upstream)
     for grad, want in zip(grads, wanted_grads, strict=True):
         assert _worst(grad, want) < 1e-4
+
+
+def test_a_single_query_with_gradients_attends_as_a_prompt_does() -> None:
+    """Choosing by records has no gradient; a prompt's last queries attend everything."""
+    policy = SparsityConfig(**SPARSE).policy_for(0)
+    q, k, v = (torch.randn(1, count, heads, 16) for count, heads in ((1, 6), (500, 2), (500, 2)))
+    rule = topk.AttentionRule(policy, 0.25, None)
+    sparse, dense = sequences.attend(q, k, v, rule), sequences.attend(q, k, v, rule.dense())
+    assert _worst(sparse, dense) > 100 * TOLERANCE
+    q.requires_grad_()
+    found = sequences.attend(q, k, v, rule)
+    assert _worst(found, dense) < TOLERANCE
+    (gradient,) = torch.autograd.grad(found.sum(), q)
+    (wanted,) = torch.autograd.grad(sequences.attend(q, k, v, rule.dense()).sum(), q)
+    assert _worst(gradient, wanted) < TOLERANCE
+    of_tokens = topk.AttentionRule(StepPolicy(policy.decode, policy.decode), 0.25, None)
+    with pytest.raises(NotImplementedError, match="query_tile: gradients are not served"):
+        sequences.attend(q, k, v, of_tokens)
 
 
 def test_generation_selects_per_token() -> None:

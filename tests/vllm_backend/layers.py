@@ -12,14 +12,14 @@ import torch
 
 from tests.vllm_backend.tiny_models import make_tiny_model
 
-PAGE, HEADS, KV_HEADS, DIM = 32, 4, 2, 32
+PAGE, HEADS, KV_HEADS, DIM = 64, 4, 2, 32
 SETTINGS = {
     "dense_below": 0,
     "num_sink": 16,
     "window_size": 32,
     "sel_block_size": 32,
     "top_k": 2,
-    "decode_top_k": 2,
+    "decode_tokens": 64,
     "query_tile": 32,
 }
 

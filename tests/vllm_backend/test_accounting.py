@@ -49,7 +49,8 @@ def test_batches(policy: SelectionPolicy, requests: list[tuple[int, int]], decod
         rule = step.decode if index < decodes else step.prefill
         for position in range(before, before + new):
             last = position >= before + new - rule.dense_last
-            expected += position + 1 if last else rule.attended_tokens(position)
+            first = before if index < decodes else None  # of what decoded tokens share
+            expected += position + 1 if last else rule.attended_tokens(position, first)
     assert attended_by_requests(step, seq_lens, query_lens, decodes) == expected
 
 
@@ -60,7 +61,7 @@ def test_positions() -> None:
 
 def test_share_of_an_8k_decode() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
-    assert policy.per_token().attended_tokens(8191) / 8192 <= 0.20
+    assert policy.by_records(1024).attended_tokens(8191) / 8192 <= 0.21
 
 
 def test_totals_share_and_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +128,12 @@ def test_the_line_per_layer_group() -> None:
     policy = StepPolicy.of(tiles)
     assert describe_layers(range(30), policy, None, 128, "cpu", summary_share=1 / 32) == (
         "SPARSEK layers 0-29: block_topk, 1 sink block + window 512 + 32 blocks of 64 per KV head, "
-        "dense below 4096, 3.1 % summaries, pages of 128, CPU path"
+        "decoded tokens choose 2048 by records, dense below 4096, 3.1 % summaries, pages of 128, "
+        "CPU path"
     )
     window = StepPolicy.of(SelectionPolicy(num_sink=4, window_size=512))
-    fewer = describe_layers(
-        [0], StepPolicy(tiles, tiles.per_token(8)), None, 128, "cpu", summary_share=1 / 32
-    )
+    whole_blocks = StepPolicy(tiles, tiles.per_token(8, 64))
+    fewer = describe_layers([0], whole_blocks, None, 128, "cpu", summary_share=1 / 32)
     assert "32 blocks of 64 per KV head (8 for decoded tokens)" in fewer
     assert "sink_window, 4 sink tokens + window 512" in describe_layers(
         [0], window, None, 64, "cuda"
@@ -154,12 +155,12 @@ def test_the_line_of_a_model_with_its_own_selection() -> None:
     assert describe_model_selection(resolved.infllm, resolved.config) == (
         "SPARSEK follows the model's sparse_config (InfLLM-v2): 1 initial, 32 + 1 local, 96 blocks "
         "of 64 in all. Here every 64 queries of a prefill choose blocks by means of 16 rotated "
-        "keys and then by attention to the best ones' keys; single tokens choose cells of 16 by "
-        "means of 4 rotated keys; the model was trained with means of 32 tokens every 16, per query"
+        "keys and then by attention to the best ones' keys; single tokens choose 2 tokens each by "
+        "records of 64; the model was trained with means of 32 tokens every 16, per query"
     )
     nope = resolve_config({"query_tile": 1}, {}, {"use_nope": True})
     assert nope.infllm is not None
     line = describe_model_selection(nope.infllm, nope.config)
-    assert "in all. Here single tokens choose cells of 16 by means of 4" in line
+    assert "in all. Here single tokens choose 2 tokens each by records of 64" in line
     assert "attention" not in line  # single tokens select in one step
     assert "every 16, without positions, per query" in line

@@ -19,7 +19,10 @@ from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.launched import attend_launched
+from tests.kernels.paged.records_oracle import decode_reference
+from tests.vllm_backend import layers
 from tests.vllm_backend.layers import (
+    DIM,
     SETTINGS,
     building,
     keys_and_values,
@@ -80,6 +83,32 @@ def test_one_call_serves_decodes_and_prefills(
     positions = [199, *range(160, 170)]
     attended = sum(policy.decode.attended_tokens(position) for position in positions)
     assert metadata.attended_tokens == attended
+
+
+def test_prompts_by_records_are_decoded_token_by_token(
+    tmp_path: Any, calls: list[tuple[Segment, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "PAGE", 64)
+    settings = {"decode_tokens": 32, "num_sink": 16, "window_size": 32, "dense_below": 0}
+    with building(make_config(tmp_path, additional_config={"sparsek": settings})) as config:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        layer = make_layer()
+        builder, spec = make_builder(layer, config)
+        cache = make_cache(spec, 32)
+        with monkeypatch.context() as patch:
+            patch.setattr(impl_module, "attend_segment", lambda *_: None)
+            run(layer, builder, cache, make_step([399, 380], [399, 380], 32), seed=1)
+        metadata, q, _, _, output = run(layer, builder, cache, make_step([400, 385], [1, 5], 32))
+    policy = layer.impl.policy.decode
+    ((segment, rows),) = calls
+    assert segment.fixed_order
+    assert (segment.policy, rows) == (policy, 6)
+    tokens = metadata.batch.by_token(0, 6)
+    expected = decode_reference(q, *keys_and_values(cache), tokens, policy, DIM**-0.5)
+    torch.testing.assert_close(output.double(), expected, atol=1e-3, rtol=0.0)
+    positions = [399, *range(380, 385)]
+    attended = sum(policy.attended_tokens(position) for position in positions)
+    assert metadata.attended_tokens == attended < metadata.context_tokens
 
 
 def test_a_models_window_is_cut_per_token(current: Any, calls: list[tuple[Segment, int]]) -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from sparsek_backend.config import (
     BATCH_INVARIANT,
+    DECODE_TOKENS,
     FIELD_NAMES,
     ConfigError,
     SparsityConfig,
     read_section,
     resolve_config,
 )
+from sparsek_backend.vllm_backend.settings import check_page_size
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 INFLLM = {
@@ -34,6 +36,7 @@ def test_defaults() -> None:
     config = resolved.config
     assert config.mode == "block_topk"
     assert (config.num_sink, config.window_size, config.top_k) == (64, 512, 96)
+    assert config.decode_tokens == DECODE_TOKENS
     assert (config.sel_block_size, config.dense_below, config.query_tile) == (64, 8192, 64)
     assert set(resolved.sources.values()) == {"defaults"}
 
@@ -57,9 +60,9 @@ def test_infllm_section_becomes_block_selection() -> None:
     tiles = SelectionPolicy(
         num_sink=64, window_size=2048, top_k=63, sel_block_size=64, dense_below=8192
     )
-    assert policy == StepPolicy(tiles, tiles.per_token())
-    changed = resolve_config({"top_k": 40}, {}, INFLLM).config.policy_for(0)
-    assert (changed.prefill.top_k, changed.decode.top_k) == (40, 4 * 80)
+    assert policy == StepPolicy(tiles, tiles.by_records(63 * 64))
+    changed = resolve_config({"top_k": 40, "decode_tokens": 512}, {}, INFLLM).config.policy_for(0)
+    assert (changed.prefill.top_k, changed.decode.top_k) == (40, 256)
 
 
 @pytest.mark.parametrize("window", [2048, 2000, 512, 64, 40, 0])
@@ -271,6 +274,19 @@ BAD: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("boolean", {"top_k": True}, {}, ("top_k", "integer", "True")),
     ("block-size", {"sel_block_size": 24}, {}, ("sel_block_size", "multiple of 16", "24")),
     ("gone", {"score_kind": "min_max"}, {}, ("score_kind", "is unknown", "remedy")),
+    (
+        "replaced",
+        {"decode_top_k": 32},
+        {},
+        ("decode_top_k", "--additional-config", "replaced", "remedy: use decode_tokens"),
+    ),
+    (
+        "replaced-env",
+        None,
+        {"SPARSEK_DECODE_TOP_K": "32"},
+        ("SPARSEK_DECODE_TOP_K", "the environment", "remedy: use decode_tokens"),
+    ),
+    ("one-token", {"decode_tokens": 1}, {}, ("decode_tokens", "greater than or equal to 2", "1")),
     ("gone-share", {"min_mass": 0.001}, {}, ("min_mass", "is unknown", "remedy")),
     ("gone-heads", None, {"SPARSEK_BUDGETS": "b.json"}, ("SPARSEK_BUDGETS", "is unknown")),
     ("layers", {"dense_layers": [0, -2]}, {}, ("indices such as [0, 1, 5]", "got [0, -2];")),
@@ -363,15 +379,35 @@ def test_fields_are_documented() -> None:
         assert f"SPARSEK_{name.upper()}" in text
 
 
-@pytest.mark.parametrize(("top_k", "decode_top_k", "cells"), [(8, 2, 8), (8, 8, 32), (2, 8, 32)])
-def test_decoded_tokens_have_a_budget_of_their_own(
-    top_k: int, decode_top_k: int, cells: int
-) -> None:
-    settings = {"top_k": top_k, "decode_top_k": decode_top_k}
-    policy = resolve_config(settings, {}).config.policy_for(0)
-    assert (policy.prefill.top_k, policy.decode.top_k) == (top_k, cells)
-    same = resolve_config(None, {"SPARSEK_TOP_K": "8", "SPARSEK_DECODE_TOP_K": "2"}).config
-    assert same.policy_for(0).decode.top_k == 8
-    for blocks, single in ((8, 40), (64, 128)):  # twice as many, 32 more at least
-        default = resolve_config({"top_k": blocks}, {}).config.policy_for(0)
-        assert default.decode.top_k == 4 * single
+def test_decoded_tokens_have_a_budget_of_their_own() -> None:
+    for top_k in (2, 40):
+        settings = {"top_k": top_k, "decode_tokens": 301}
+        policy = resolve_config(settings, {}).config.policy_for(0)
+        assert policy.decode == policy.prefill.by_records(300)
+    same = resolve_config(None, {"SPARSEK_DECODE_TOKENS": "300"}).config
+    assert same.policy_for(0).decode.top_k == 150
+    default = SparsityConfig().policy_for(0)
+    assert default.decode == default.prefill.by_records(DECODE_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_records"),
+    [
+        ({}, True),
+        ({"sparse_phase": "decode"}, True),
+        ({"sparse_phase": "prefill"}, False),
+        ({"mode": "pattern", "pattern": "f"}, True),
+        ({"mode": "sink_window"}, False),
+        ({"mode": "dense"}, False),
+    ],
+)
+def test_who_needs_pages_of_whole_segments(settings: dict[str, Any], by_records: bool) -> None:
+    resolved = resolve_config(settings, {})
+    assert resolved.config.by_records == by_records
+    assert (resolved.config.policy_for(0).decode.alignment > 0) == by_records
+    if not by_records:
+        check_page_size(resolved, 16)
+        return
+    check_page_size(resolved, 192)
+    with pytest.raises(ConfigError, match=r"decode_tokens .*multiple of 64.*got 32.*--block-size"):
+        check_page_size(resolved, 32)

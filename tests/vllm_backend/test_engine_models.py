@@ -34,7 +34,13 @@ pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("re
 
 LENGTHS = (1, 33, 150, 290)
 MAX_LEN = 320
-COVERING = {"dense_below": 0, "top_k": 16, "window_size": 32, "sel_block_size": 32}
+COVERING = {
+    "dense_below": 0,
+    "top_k": 16,
+    "decode_tokens": 512,
+    "window_size": 32,
+    "sel_block_size": 32,
+}
 """Block selection with summaries, and a budget that covers every context here."""
 
 
@@ -145,7 +151,7 @@ def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Pat
     tiles = SelectionPolicy(
         num_sink=32, window_size=64, top_k=3, sel_block_size=32, dense_below=128, query_tile=64
     )
-    policy = StepPolicy(tiles, tiles.per_token())
+    policy = StepPolicy(tiles, tiles.by_records(96))
     assert policies == {policy}
     positions = range(LENGTHS[-1] + 7)
     expected = sum(

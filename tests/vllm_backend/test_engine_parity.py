@@ -94,7 +94,7 @@ def expected_long(reference: Reference) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def small_pool(smollm2: Path, expected: list[Any]) -> Iterator[Any]:
     """SPARSEK with chunks of 64 tokens and 32 pages of 128 tokens; budget >= context."""
-    settings = {"dense_below": 0, "top_k": 64}
+    settings = {"dense_below": 0, "top_k": 64, "decode_tokens": 4096}
     with engine(
         smollm2,
         "SPARSEK",

@@ -33,10 +33,10 @@ def keep_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sink block, window 512, 16 blocks: at most 20 % of 8k, as the reference counts it."""
+    """Sinks of 64, window 512, 1024 more: at most 21 % of 8k, as the reference counts it."""
     steps = keep_steps(monkeypatch)
-    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
-    settings = {"num_sink": 64, "window_size": 512, "top_k": 16, "decode_top_k": 16}
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16).by_records(1024)
+    settings = {"num_sink": 64, "window_size": 512, "top_k": 16, "decode_tokens": 1024}
     settings["dense_below"] = 0
     context = 8185
     prompt = torch.randint(3, VOCABULARY, (context,)).tolist()
@@ -58,9 +58,9 @@ def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         position = context + offset
         q = torch.randn(1, 4, 8, generator=generator)
         visible = visible_reference(
-            q, k[: position + 1], [position], policy.per_token(), 8**-0.5, select_blocks_reference
+            q, k[: position + 1], [position], policy, 8**-0.5, select_blocks_reference
         )
         counts = set(visible.sum(-1).flatten().tolist())
         assert counts == {step.attended_tokens / layers}
         assert step.context_tokens == layers * (position + 1)
-        assert step.attended_share <= 0.20
+        assert step.attended_share <= 0.21

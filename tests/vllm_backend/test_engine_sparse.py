@@ -29,7 +29,7 @@ SPARSE = {
     "window_size": 64,
     "sel_block_size": 32,
     "top_k": 3,
-    "decode_top_k": 3,
+    "decode_tokens": 96,
     "query_tile": 1,
 }
 LENGTHS = (1100, 700, 40, 513, 300)
@@ -59,15 +59,15 @@ def dense(tiny: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm(tiny: Path, dense: list[list[int]]) -> Iterator[Any]:
-    """A small pool of pages of 32 tokens, prefill in one chunk unless a test says otherwise."""
+    """A small pool of pages of 64 tokens, prefill in one chunk unless a test says otherwise."""
     with engine(
         tiny,
         "SPARSEK",
         SPARSE,
         max_model_len=1200,
         max_num_batched_tokens=1200,
-        block_size=32,
-        num_gpu_blocks_override=61,
+        block_size=64,
+        num_gpu_blocks_override=31,
         skip_tokenizer_init=True,
     ) as llm:
         yield llm
@@ -120,12 +120,12 @@ def test_prefix_hits(llm: Any, prompts: list[list[int]], alone: list[list[int]])
 
 
 def test_summaries_live_in_accounted_page_bytes(llm: Any) -> None:
-    """Every page is larger than K and V by its sketch, and vLLM's page size says so."""
+    """Every page is larger than K and V by its records, and vLLM's page size says so."""
     runner = model_runner(llm)
     (group,) = runner.kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
     plain = spec.num_kv_heads * spec.block_size * 2 * spec.head_size * spec.dtype.itemsize
-    assert spec.page_size_bytes * 64 == plain * 65
+    assert spec.page_size_bytes * 32 == plain * 33
     assert spec.page_size_padded is None
     for cache in runner.kv_caches:
         assert cache.stride(0) * cache.element_size() >= spec.page_size_bytes

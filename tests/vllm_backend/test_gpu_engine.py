@@ -31,10 +31,10 @@ LIMITS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 4 << 30,
 }
-BUDGET_OVER_CONTEXT = {"dense_below": 0, "top_k": 64}
+BUDGET_OVER_CONTEXT = {"dense_below": 0, "top_k": 64, "decode_tokens": 4096}
 TIES = {"float16": 2.0**-6, "bfloat16": 0.1}
 """Logprob gap within which two tokens are a tie (mean error of bf16 against fp32: 0.03)."""
-SPARSE = {"dense_below": 0, "top_k": 6, "decode_top_k": 6, "window_size": 128, "query_tile": 1}
+SPARSE = {"dense_below": 0, "top_k": 6, "decode_tokens": 384, "window_size": 128, "query_tile": 1}
 
 
 @pytest.fixture(scope="module")
@@ -186,13 +186,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "prefix caching": {"enable_prefix_caching": True},
     "chunks of 512": {"max_num_batched_tokens": 512},
     "preempting pool": {"num_gpu_blocks_override": 65, "max_num_batched_tokens": 512},
-    "speculating": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 4,
-        }
-    },
 }
 
 

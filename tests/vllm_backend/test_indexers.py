@@ -61,7 +61,7 @@ def test_an_engine_serves_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if index is not None:
             assert isinstance(index, Earliest)
             phases.append(segment.decodes)
-        alone = segment.policy if segment.decodes else segment.policy.per_token()
+        alone = segment.policy if segment.decodes else segment.policy.per_token(2, 32)
         expected = paged_attention_reference(
             of.q, of.k_cache, of.v_cache, segment.batch, StepPolicy(segment.policy, alone),
             softmax_scale=of.softmax_scale, select=earliest,
@@ -70,7 +70,13 @@ def test_an_engine_serves_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         errors.append(float((of.out.double() - expected)[rows].abs().max()))
 
     monkeypatch.setattr(impl_module, "attend_segment", held_against_oracle)
-    settings = {"mode": "earliest", "num_sink": 16, "window_size": 32, "top_k": 2}
+    settings = {
+        "mode": "earliest",
+        "num_sink": 16,
+        "window_size": 32,
+        "top_k": 2,
+        "decode_tokens": 64,
+    }
     settings |= {"sel_block_size": 32, "query_tile": 32, "dense_below": 0, "dense_last": 0}
     generator = torch.Generator().manual_seed(5)
     prompt = torch.randint(3, VOCABULARY, (300,), generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""Layers of mode infllm as on a GPU: pages keep means in place of the sketch, once a step."""
+"""Layers of mode infllm as on a GPU: pages keep means in place of records, once a step."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_one_phase_alone_is_sparse(phase: str, tmp_path: Path) -> None:
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(sparse[:2], dense[:2], atol=1e-3)
     assert not torch.allclose(sparse[2:300], dense[2:300], atol=1e-3)
-    decodes = sum(policy.per_token().attended_tokens(i) for i in (299, 220))
+    decodes = sum(policy.by_records(64).attended_tokens(i) for i in (299, 220))
     prefill = sum(policy.attended_tokens(i) if i < 336 else i + 1 for i in range(400))
     attended = 300 + 221 + prefill if phase == "prefill" else decodes + 400 * 401 // 2
     assert metadata.attended_tokens == attended
@@ -269,7 +269,7 @@ def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) ->
     layer = make_layer()
     spec = make_spec(layer, current)
     plain = KV_HEADS * PAGE * 2 * DIM * 4
-    assert spec.page_size_bytes == plain + plain // 64
+    assert spec.page_size_bytes == plain + plain // 32
     sliding = make_layer(1, per_layer_sliding_window=48)
     window = make_spec(sliding, current)
     assert window.page_size_padded is None
@@ -310,7 +310,7 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
     plain = spec.unpadded_page_size_bytes
-    assert spec.page_size_bytes == plain + plain // 64
+    assert spec.page_size_bytes == plain + plain // 32
     window = make_layer(1, per_layer_sliding_window=48).get_kv_cache_spec(current)
     assert (window.block_size, window.page_size_padded) == (PAGE, None)
     layer.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")

@@ -121,7 +121,7 @@ def test_an_engine_is_dense_within_its_budget_and_follows_the_file_beyond(
         mock.patch.object(
             vertical_slash, "listed_blocks", side_effect=vertical_slash.listed_blocks
         ) as listed,
-        engine(folder, "SPARSEK", section, block_size=32, **options) as llm,
+        engine(folder, "SPARSEK", section, block_size=64, **options) as llm,
     ):
         sparse = tokens(generate(llm, prompts, together=True))
     assert sparse[:2] == dense[:2]

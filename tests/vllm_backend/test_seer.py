@@ -46,8 +46,10 @@ def test_the_budget_is_the_checkpoints(tmp_path: Path) -> None:
 
 def test_what_a_user_may_change(tmp_path: Path) -> None:
     folder = make_gates_folder(tmp_path, seerattn_start_layer=1, seerattn_token_budget=None)
-    assert resolve(folder).config.decode_top_k == 4096 // BLOCK - 2
-    config = resolve(folder, decode_top_k=9, window_size=100, num_sink=64, dense_below=50).config
+    assert resolve(folder).config.decode_tokens == 4096 - 2 * BLOCK
+    config = resolve(
+        folder, decode_tokens=9 * BLOCK, window_size=100, num_sink=64, dense_below=50
+    ).config
     assert not config.policy_for(0).selects_blocks
     policy = config.policy_for(1).decode
     assert (policy.top_k, policy.window_size, policy.sink_blocks) == (9, 100, 2)
@@ -300,7 +302,7 @@ def test_a_covering_budget_equals_dense(prompts: list[list[int]], tmp_path: Path
         "skip_tokenizer_init": True,
     }
     found = []
-    for settings in ({"mode": "seer", "decode_top_k": 16}, {"mode": "dense"}):
+    for settings in ({"mode": "seer", "decode_tokens": 16 * BLOCK}, {"mode": "dense"}):
         with engine(model, "SPARSEK", settings, **options) as llm:
             outputs = generate(llm, prompts, together=True, max_tokens=8)
         found.append([list(output.outputs[0].token_ids) for output in outputs])

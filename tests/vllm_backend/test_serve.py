@@ -46,7 +46,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def server(
     smollm2: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    blocks = '"num_sink": 64, "window_size": 64, "top_k": 2, "decode_top_k": 2'
+    blocks = '"num_sink": 64, "window_size": 64, "top_k": 2, "decode_tokens": 128'
     settings = f'{{"sparsek": {{{blocks}, "dense_below": 128}}}}'
     server = Server(
         smollm2,

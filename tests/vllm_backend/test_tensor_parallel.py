@@ -29,7 +29,7 @@ SETTINGS = {
     "window_size": 32,
     "sel_block_size": 32,
     "top_k": 2,
-    "decode_top_k": 2,
+    "decode_tokens": 64,
     "query_tile": 1,
 }
 
@@ -61,10 +61,10 @@ def test_tokens_of_two_ranks(
     generator = torch.Generator().manual_seed(6)
     prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        for length in (1, 33, 150, 400)
+        for length in (1, 33, 150, 700)
     ]
     options: dict[str, Any] = {
-        "max_model_len": 512,
+        "max_model_len": 1024,
         "max_num_batched_tokens": 128,
         "skip_tokenizer_init": True,
     }
@@ -101,7 +101,7 @@ def test_tokens_of_ranks_that_hold_the_context_between_them(
     options: dict[str, Any] = {
         "max_model_len": 1024,
         "max_num_batched_tokens": 256,
-        "block_size": 32,
+        "block_size": 64,
         "skip_tokenizer_init": True,
     }
     settings = {**SETTINGS, "query_tile": 32}
@@ -117,7 +117,7 @@ def test_tokens_of_ranks_that_hold_the_context_between_them(
         settings,
         tensor_parallel_size=size,
         decode_context_parallel_size=2,
-        cp_kv_cache_interleave_size=32,
+        cp_kv_cache_interleave_size=64,
         worker_extension_cls="tests.vllm_backend.context_parallel.Extension",
         **options,
     ) as llm:
@@ -164,10 +164,10 @@ def test_tokens_of_data_parallel_engines(
     generator = torch.Generator().manual_seed(6)
     prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        for length in (33, 400)
+        for length in (33, 700)
     ]
     options: dict[str, Any] = {
-        "max_model_len": 512,
+        "max_model_len": 1024,
         "max_num_batched_tokens": 128,
         "skip_tokenizer_init": True,
     }

@@ -38,8 +38,8 @@ def test_trained_saved_loaded_and_served(tmp_path: Path) -> None:
         folder,
         "SPARSEK",
         max_model_len=400,
-        block_size=32,
-        num_gpu_blocks_override=41,
+        block_size=64,
+        num_gpu_blocks_override=21,
         skip_tokenizer_init=True,
     ) as llm:
         assert tokens(generate(llm, prompts, together=True)) == expected

@@ -139,7 +139,7 @@ def test_our_kernels_attend_dense_prompts_without_flash_attention() -> None:
 
 
 def test_shapes_of_decodes() -> None:
-    assert decode_shapes(LONG.per_token(), 13, 12) == [
+    assert decode_shapes(LONG.by_records(3072), 13, 12) == [
         *((1, context) for context in (1, 2, 3, 4, 6, 8, 12, 13)),
         *((count, 13) for count in range(1, 13)),
     ]
@@ -153,7 +153,7 @@ def test_shapes_of_decodes() -> None:
 def test_every_number_of_decodes_finds_its_kernel(
     policy: SelectionPolicy, heads: int, sms: int
 ) -> None:
-    rule = policy.per_token()
+    rule = policy.by_records(3072)
 
     def compiled(count: int, context: int) -> tuple[int, int]:
         size = rule.sel_block_size

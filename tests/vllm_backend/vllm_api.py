@@ -67,6 +67,7 @@ FUNCTIONS: dict[str, dict[str, Names]] = {
     "model_executor/models/utils.py": {"extract_layer_index": (), "maybe_prefix": ()},
     "config/vllm.py": {
         "get_current_vllm_config": (),
+        "get_current_vllm_config_or_none": (),
         "get_layers_from_vllm_config": ("vllm_config", "layer_type", "layer_names"),
     },
     "platforms/cpu.py": {

@@ -11,7 +11,6 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.chosen import Chosen, Tail
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
-from sparsek_kernels.paged.index.key_means import KeyMeans
 from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer.gates import Gates
@@ -29,7 +28,6 @@ __all__ = [
     "Indexer",
     "Indexers",
     "InfLLM",
-    "KeyMeans",
     "PageRecords",
     "PagedBatch",
     "Seer",

@@ -22,12 +22,10 @@ from sparsek_kernels.paged.checks import (
     fit_pages,
 )
 from sparsek_kernels.paged.index.base import Indexer, Indexers
-from sparsek_kernels.paged.index.key_means import KeyMeans
-from sparsek_kernels.paged.index.page_records import PageRecords
+from sparsek_kernels.paged.index.page_records import PageRecords, write_records
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.pages import summary_bytes
-from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
+from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens, tokens_alone
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
 
@@ -48,17 +46,16 @@ def write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Store new keys and values in their pages and keep the pages' summaries current.
+    """Store new keys and values in their pages, and the records of segments that they complete.
 
-    Every touched vector of the sketch is made anew from the keys in the page, so it carries no
-    accumulated rounding, and one that is still filling is the mean of what it holds.
+    A record is made from the 64 keys and values in the page, whatever the order they came in.
 
     Args:
         key, value: ``[T, Hkv, D]``; the new tokens of a sequence are neighbours, in order.
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, written; any strides (on a GPU the
             last dimension of every tensor is contiguous).
-        k_summary: ``[num_pages, Hkv, bytes]`` uint8, written as well; at least
-            ``summary_bytes(page_size, D)``; or ``None``.
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, where records are written; at least
+            ``summary_bytes(page_size, D)``, with pages of a multiple of 64 tokens; or ``None``.
         slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
         k_scale, v_scale: of an fp8 (e4m3) cache, which holds ``key / k_scale``.
 
@@ -80,8 +77,7 @@ def write_kv(
             f"slot_mapping: expected at most {key.shape[0]} entries, got {slot_mapping.shape[0]}"
         )
     if k_summary is not None:
-        check_summary(k_summary, k_cache, summary_bytes(*k_cache.shape[2:]))
-    tokens = slot_mapping.shape[0]
+        PageRecords().check_pages(k_cache, v_cache, k_summary)
     if k_cache.is_cuda:
         from sparsek_kernels.paged.write import launch
 
@@ -94,9 +90,15 @@ def write_kv(
             slot_mapping=slot_mapping,
         )
         with nullcontext() if call is None else call.recorded():
-            launch.write_kv(*tensors, k_scale=k_scale, v_scale=v_scale)
+            rows = (key, value, k_cache, v_cache, slot_mapping)
+            launch.write_kv(*rows, k_scale=k_scale, v_scale=v_scale)
+            if k_summary is not None:
+                write_records(k_cache, v_cache, k_summary, slot_mapping)
         return
-    write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping)
+    tokens = slot_mapping.shape[0]
+    write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, slot_mapping)
+    if k_summary is not None:
+        write_records(k_cache, v_cache, k_summary, slot_mapping)
 
 
 def write_index(
@@ -107,7 +109,7 @@ def write_index(
     policy: SelectionPolicy,
     index: Indexer,
 ) -> None:
-    """Keep what an indexer has in the pages that a step touches, where ``write_kv`` does not.
+    """Keep what an indexer has in the pages that a step touches, where :func:`write_kv` does not.
 
     Call :func:`write_kv` without summaries, then this, then :func:`paged_attention`.
 
@@ -120,7 +122,8 @@ def write_index(
         index: the indexer.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
+        TypeError, ValueError: an argument does not fit; the message names it; or ``write_kv``
+            writes what the indexer reads.
         NotImplementedError: on a GPU, a last dimension that is not contiguous.
     """
     tensors = (k_cache, v_cache, k_summary, *index.tensors)
@@ -128,6 +131,11 @@ def write_index(
     if call is not None and call.replay():
         return
     _, page_size, dim = check_cache(k_cache, v_cache)
+    if index.written_with_keys:
+        raise ValueError(
+            f"index: expected one that write_kv does not serve, got {type(index).__name__}; give "
+            "write_kv the k_summary"
+        )
     check_summary(k_summary, k_cache, index.page_bytes(page_size, dim))
     index.check(policy, k_cache)
     check_rotation(batch, k_cache)
@@ -139,16 +147,15 @@ def write_index(
 
 
 def default_indexers(policy: StepPolicy) -> Indexers:
-    """The indexers of ordinary models: two steps for tiles, key means for single tokens.
+    """The indexers of ordinary models: two steps for tiles, records for single tokens."""
 
-    Decoded tokens whose policy has an alignment (``SelectionPolicy.by_records``) go by records.
-    """
-    alone = policy.prefill.query_tile == 1
-    decode: Indexer = PageRecords() if policy.decode.alignment else KeyMeans()
-    return Indexers(
-        (KeyMeans() if alone else TwoStep()) if policy.prefill.selects_blocks else None,
-        decode if policy.decode.selects_blocks else None,
-    )
+    def of(one: SelectionPolicy) -> Indexer | None:
+        if not one.selects_blocks:
+            return None
+        return PageRecords() if one.query_tile == 1 else TwoStep()
+
+    prefill, decode = of(policy.prefill), of(policy.decode)
+    return Indexers(prefill, decode or (prefill if policy.prefill.alignment else None))
 
 
 def select_blocks(
@@ -172,13 +179,13 @@ def select_blocks(
         k_summary: ``[num_pages, Hkv, bytes]`` uint8, at least the indexers' ``page_bytes``, as
             :func:`write_kv` or :func:`write_index` keeps it; needed by indexers that read it.
         softmax_scale: default ``D ** -0.5``.
-        k_scale: factor of an fp8 (e4m3) cache and of its key means.
+        k_scale: factor of an fp8 (e4m3) cache.
         indexers: what chooses; default: :func:`default_indexers`.
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
-        rows of tiles that see everything are -1.  Decodes have a tile per token, and blocks of the
-        size and number of their own policy.
+        rows of tiles that see everything are -1.  Decodes have blocks of the size and number of
+        their own policy, and a tile per token, or one for all with an alignment.
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
@@ -201,19 +208,28 @@ def select_blocks(
         if first == last:
             continue
         part = batch if (first, last) == (0, total) else batch.part(first, last)
-        segment = Segment(part, one)
+        decodes = part.num_decodes > 0
         rows = [
-            counts[r] if segment.decodes else one.num_tiles(lengths[r] - counts[r], lengths[r])
+            counts[r] if decodes else one.num_tiles(lengths[r] - counts[r], lengths[r])
             for r in range(first, last)
         ]
-        index = indexers.of(segment)
-        if index is None:
-            indices = q.new_full((sum(rows), k_cache.shape[1], 0), -1, dtype=torch.int32)
-        else:
-            check_segment(operands, segment, index)
-            indices = index.select(operands, segment).indices
+        alone = one.alignment > 0 and not decodes
+        segments = tokens_alone(part, one) if alone else (Segment(part, one),)
+        if decodes and one.alignment:
+            rows = [1] * (last - first)
+        indices = torch.cat([_select(operands, each, indexers) for each in segments])
         found += indices[: sum(rows)].long().clamp(min=-1).split(rows)
     return found
+
+
+def _select(operands: PagedOperands, segment: Segment, indexers: Indexers) -> torch.Tensor:
+    """Indices of a segment's tiles, perhaps with more rows at the end."""
+    index, operands = indexers.of(segment), operands.of_rows(segment.rows)
+    if index is None:
+        shape = (operands.q.shape[0], operands.heads, 0)
+        return operands.q.new_full(shape, -1, dtype=torch.int32)
+    check_segment(operands, segment, index)
+    return index.select(operands, segment).indices
 
 
 def paged_attention(
@@ -242,15 +258,15 @@ def paged_attention(
             dimension of every tensor is contiguous, and V is as wide as K).
         batch: the requests.
         policy: what prompts and decoded tokens attend (docs/selection.md); one policy alone gives
-            decoded tokens as many tokens as a tile (:meth:`StepPolicy.of`).  A page holds whole
-            blocks that are selected, or such a block whole pages; without a selection any multiple
-            of 16 will do.
+            decoded tokens as many tokens as a tile, by records (:meth:`StepPolicy.of`).  A page
+            holds whole blocks that are selected, or such a block whole pages, and with records a
+            multiple of 64 tokens; without a selection any multiple of 16 will do.
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, bytes]`` uint8, at least the indexers' ``page_bytes``, of
             :func:`write_kv` or :func:`write_index`; needed by indexers that read it.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
-        k_scale, v_scale: factors of an fp8 (e4m3) cache; ``k_scale`` also of its key means.
+        k_scale, v_scale: factors of an fp8 (e4m3) cache.
         batch_invariant: compute every row bit for bit as if its token were decoded alone: the
             result depends on the token's query, its sequence's pages up to its position, the policy
             and the width of ``block_table``.  Selection is per token, by the policy of decoded
@@ -377,7 +393,8 @@ def _replayable_segment(
     operands: PagedOperands, segment: Segment, index: Indexer | None
 ) -> ReplayableCall | None:
     """A segment's launches as ones that may be repeated; ``None`` where they are not launches."""
-    by_token = segment.fixed_order or (segment.policy.query_tile == 1 and not segment.decodes)
+    of_prompt = not segment.decodes or segment.rows != slice(None)
+    by_token = segment.fixed_order or (segment.policy.query_tile == 1 and of_prompt)
     if by_token or operands.lse is not None or (index is not None and not index.replayable):
         return None
     options = (segment.policy, operands.softmax_scale, operands.k_scale, operands.v_scale)

@@ -19,7 +19,8 @@ def pages_of(
     """Keys ``[B, M, Hkv, D]`` and values as pages, their summaries, and the block table.
 
     Args:
-        write_summary: leaves the summaries as zeros where ``False``.
+        write_summary: whether records are written, which takes pages of a multiple of 64 tokens.
+            Else there are zeros.
     """
     batch, length, heads, dim = k.shape
     count = ceil_div(length, page_size)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+
+
+class Ranks(Protocol):
+    """Ranks that hold the pages of sequences between them; all of them make each call together."""
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over the ranks of a contiguous tensor, which may be overwritten."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, ``[ranks, ...]``, in the same order on each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,10 +32,10 @@ class PagedOperands:
         k_summary: ``[num_pages, Hkv, bytes]`` uint8, what an indexer keeps in the pages
             (``pages.py``), or ``None``.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
-        k_scale, v_scale: factors of an fp8 cache; ``k_scale`` also of its key means.
+        k_scale, v_scale: factors of an fp8 cache.
         lse: ``[T, Hq]`` float32, contiguous, written, where several ranks hold the pages between
             them: the natural log-sum-exp of each row's logits; else ``None``.
-        largest: elementwise maximum of a contiguous tensor over these ranks, else ``None``.
+        ranks: these ranks, else ``None``.
     """
 
     q: torch.Tensor
@@ -38,7 +48,7 @@ class PagedOperands:
     k_scale: float = 1.0
     v_scale: float = 1.0
     lse: torch.Tensor | None = None
-    largest: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ranks: Ranks | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

@@ -22,10 +22,15 @@ from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
 from sparsek_kernels.paged.scratch import rows_per_step
 
+_HEADS = 64
+"""Query heads for which the tokens of prompts have room, where nobody says how many there are."""
+
 
 @dataclass(frozen=True)
 class Segment:
     """Decodes of a step, or prefills, or the last queries of one, that attend by one policy.
+
+    Tokens of prompts that choose by records are decodes of one token each (:func:`tokens_alone`).
 
     Args:
         batch: the requests, with their own ``max_query_len`` and ``max_seq_len``.
@@ -41,13 +46,18 @@ class Segment:
 
     @property
     def decodes(self) -> bool:
-        """Whether the queries are decoded tokens, each with a selection of its own."""
+        """Whether the queries are decoded tokens."""
         return self.batch.num_decodes > 0
+
+    @property
+    def by_request(self) -> bool:
+        """Whether a request's tokens share a selection; else every token, or tile, has its own."""
+        return self.decodes and self.policy.alignment > 0
 
 
 def everything(policy: SelectionPolicy) -> SelectionPolicy:
     """The policy of prompts of ``policy``, or their last queries, that attend every earlier key."""
-    return SelectionPolicy(sel_block_size=policy.sel_block_size)
+    return SelectionPolicy(sel_block_size=policy.alignment or policy.sel_block_size)
 
 
 def first_sparse(policy: SelectionPolicy, start: int, end: int) -> int:
@@ -78,7 +88,7 @@ def plan_step(
     """The step as its decodes and runs of neighbouring prefills, either dense or sparse.
 
     A sparse prefill's last queries, which ``dense_last`` lets attend everything, come again as a
-    dense segment after the sparse one.
+    dense segment after the sparse one.  One by records comes token by token.
 
     Args:
         batch: the step.
@@ -113,17 +123,39 @@ def plan_tokens(
 def _tokens(
     batch: PagedBatch, policy: SelectionPolicy, num_heads: int, num_rows: int, page_size: int
 ) -> tuple[Segment, ...]:
-    width = batch.block_table.shape[1]
-    batch = replace(batch, max_seq_len=width * page_size)
+    batch = replace(batch, max_seq_len=batch.block_table.shape[1] * page_size)
     if not batch.num_prefills and batch.decode_query_len == 1:
         return (Segment(batch, policy, fixed_order=True),)  # as it is: a CUDA graph may hold it
-    widest = width
+    return tokens_alone(batch, policy, range(num_rows), num_heads, fixed_order=True)
+
+
+def tokens_alone(
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    rows: range | None = None,
+    num_heads: int = _HEADS,
+    *,
+    fixed_order: bool = False,
+) -> tuple[Segment, ...]:
+    """Queries as tokens that are each decoded alone, as many together as scratch has room for.
+
+    Args:
+        batch: whose tokens they are.
+        policy: of single tokens.
+        rows: of the step's queries; default: those of the batch.
+        num_heads: query heads.
+        fixed_order: :attr:`Segment.fixed_order`.
+    """
+    if rows is None:
+        rows = range(batch.first_row, batch.first_row + sum(batch.query_lens))
+    widest = batch.block_table.shape[1]
     if policy.selects_blocks:
-        widest = max(widest, num_heads * (ceil_div(batch.max_seq_len, policy.sel_block_size) + 16))
+        scored = ceil_div(batch.max_seq_len, policy.sel_block_size * policy.segment_blocks) + 16
+        widest = max(widest, num_heads * max(scored, policy.scored_blocks))
     step = rows_per_step(widest)
-    parts = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
+    parts = [(first, min(first + step, rows.stop)) for first in range(rows.start, rows.stop, step)]
     return tuple(
-        Segment(batch.by_token(*part), policy, slice(*part), fixed_order=True) for part in parts
+        Segment(batch.by_token(*part), policy, slice(*part), fixed_order) for part in parts
     )
 
 
@@ -136,7 +168,8 @@ def _segments(
         return ()
     if not batch.num_prefills:
         return (Segment(batch, policy.decode),)
-    if not (batch.num_decodes or of_prompts.dense_last or _knows_queries(batch)):
+    alone = rule.alignment > 0  # tokens choose each for itself
+    if not (batch.num_decodes or of_prompts.dense_last or alone or _knows_queries(batch)):
         return (Segment(batch, rule),)  # the kernels tell dense tiles from sparse ones
     found = []
     if batch.num_decodes:
@@ -160,6 +193,9 @@ def _segments(
             max_seq_len=max(lengths[r] for r in members),
             _derived={},
         )
+        if sparse and alone:
+            found += tokens_alone(part, rule)
+            continue
         found.append(Segment(part, rule if sparse else whole))
         if sparse and of_prompts.dense_last:
             found += [

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 CELL_SIZE = 16
-"""Tokens of a cell: the block that a single token selects."""
+"""Tokens whose keys share a mean; blocks and pages are multiples of them."""
 
 SEGMENT, CELL = 64, 2
 """Tokens of a record (``record.py``), and of a cell that is chosen by one."""
@@ -70,7 +70,9 @@ class SelectionPolicy:
             chunking and preemption.
         alignment: of single tokens that select blocks: sinks end and the window begins at a
             multiple of it, a multiple of ``SEGMENT`` tokens.  The window is rounded up to whole
-            segments before the token's own, at least one.  0: sinks and window end with blocks.
+            segments before the token's own, at least one.  The new tokens of a request then share a
+            selection: the first of them decides which blocks compete, and whether all see
+            everything.  0: sinks and window end with blocks.
     """
 
     num_sink: int = 0
@@ -116,10 +118,7 @@ class SelectionPolicy:
     def per_token(
         self, top_k: int | None = None, sel_block_size: int = CELL_SIZE
     ) -> SelectionPolicy:
-        """The policy of single tokens beside this one of tiles.
-
-        A selection that tokens do not share can follow each of them closely, so its blocks are as
-        small as a cell.  Sinks and window cover as many tokens as before.
+        """The policy of single tokens that choose whole blocks, beside this one of tiles.
 
         Args:
             top_k: the tokens' own budget in blocks of this policy; ``None``: the same.
@@ -272,21 +271,28 @@ class SelectionPolicy:
         below = position - position % self.query_tile + self.query_tile <= self.dense_below
         return below | (last - first <= self.scored_blocks)
 
-    def attended_tokens(self, position: Positions) -> Positions:
-        """Keys that the query at ``position`` attends: a function of position alone.
+    def attended_tokens(self, position: Positions, first: Positions | None = None) -> Positions:
+        """Keys that the query at ``position`` attends: a function of positions alone.
 
         Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
+
+        Args:
+            position: of the query.
+            first: of its request's first new token, whose selection it shares where there is an
+                alignment; ``None``: its own.
         """
         length = position + 1
         if self.window_size is None:
             return length
+        if first is None or not self.alignment:
+            first = position
         if self.selects_blocks:
-            first_local, _ = self.local_range(position)
+            first_local, _ = self.local_range(first)
             chosen = self.sink_blocks + self.scored_blocks
             sparse = length + (chosen - first_local) * self.sel_block_size
         else:
             sparse = _at_most(length, self.num_sink + self.window_size)
-        return sparse + self.sees_all(position) * (length - sparse)
+        return sparse + self.sees_all(first) * (length - sparse)
 
 
 @dataclass(frozen=True)
@@ -306,18 +312,21 @@ class StepPolicy:
         single = self.decode
         if single.dense_last or (single.selects_blocks and single.query_tile != 1):
             raise ValueError(
-                "decode: expected query_tile 1 and dense_last 0 (SelectionPolicy.per_token), got "
+                "decode: expected query_tile 1 and dense_last 0 (SelectionPolicy.by_records), got "
                 f"{single.query_tile} and {single.dense_last}"
             )
 
     @classmethod
     def of(cls, policy: SelectionPolicy | StepPolicy) -> StepPolicy:
-        """The policies of both phases; one policy alone gives decoded tokens as many tokens."""
+        """The policies of both phases.
+
+        One policy alone gives decoded tokens as many tokens as a tile, by records.
+        """
         if isinstance(policy, StepPolicy):
             return policy
-        if policy.alignment:
-            return cls(policy, policy)
-        single = policy.per_token() if policy.selects_blocks else replace(policy, dense_last=0)
+        single = replace(policy, dense_last=0)
+        if policy.selects_blocks and not policy.alignment:
+            single = policy.by_records(policy.top_k * policy.sel_block_size)
         return cls(single if policy.query_tile == 1 else policy, single)
 
     @property

@@ -30,9 +30,12 @@ from typing import NamedTuple
 
 import torch
 
-from sparsek_kernels.paged.pages import ALIGNMENT, check_head_dim
 from sparsek_kernels.paged.policy import CELL, SEGMENT
 
+ALIGNMENT = 16
+"""Bytes: a multiple of them is kept per page and KV head, so that pages stay aligned."""
+MOST_DIM = 512
+"""Channels of a head at most."""
 VECTOR = CELL
 """Keys that share one vector, and are chosen together."""
 VECTORS = SEGMENT // VECTOR
@@ -71,6 +74,19 @@ def sections(head_dim: int) -> Sections:
         value_scale=scales + VECTORS + 2,
         end=scales + VECTORS + 4,
     )
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Check that a head's channels can be summarised.
+
+    Raises:
+        NotImplementedError: they cannot.
+    """
+    if head_dim % 8 or head_dim > MOST_DIM:
+        raise NotImplementedError(
+            f"head_dim: selecting blocks needs a multiple of 8 up to {MOST_DIM}, got {head_dim}; "
+            "attend everything, or sinks and a window alone (top_k=0)"
+        )
 
 
 def record_bytes(head_dim: int) -> int:

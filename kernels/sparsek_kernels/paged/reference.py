@@ -21,11 +21,7 @@ from sparsek_kernels.paged.index.infllm.reference import (
     kernel_shares_reference,
     select_infllm_reference,
 )
-from sparsek_kernels.paged.index.key_means.reference import (
-    hadamard_reference,
-    sketch_reference,
-    token_scores_reference,
-)
+from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.index.reference import (
     best,
     block_logits_reference,
@@ -42,16 +38,15 @@ from sparsek_kernels.paged.index.two_step.reference import (
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 __all__ = [
+    "attend_by_records_reference",
     "attend_reference",
     "best",
     "block_logits_reference",
     "block_ranks_reference",
-    "candidate_scores_reference",
     "candidates_reference",
     "exact_masses_reference",
     "gate_scores_reference",
     "gather_sequence",
-    "hadamard_reference",
     "kernel_shares_reference",
     "listed_reference",
     "means_reference",
@@ -61,28 +56,9 @@ __all__ = [
     "select_blocks_reference",
     "select_infllm_reference",
     "select_seer_reference",
-    "sketch_reference",
+    "tile_scores_reference",
     "visible_reference",
 ]
-
-
-def candidate_scores_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: list[int],
-    policy: SelectionPolicy,
-    softmax_scale: float,
-) -> torch.Tensor:
-    """Scores of the blocks up to a tile's last candidate: ``[Hkv, blocks]`` float64.
-
-    Single tokens go by key means, tiles by the means of cells.
-
-    Args:
-        q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
-        k: ``[N, Hkv, D]``.
-    """
-    score = token_scores_reference if policy.query_tile == 1 else tile_scores_reference
-    return score(q, k, positions, policy, softmax_scale)
 
 
 def select_blocks_reference(
@@ -101,16 +77,13 @@ def select_blocks_reference(
     Returns:
         For each KV head, ascending block indices; ``None`` where the tile sees everything.
     """
+    if policy.alignment:
+        found = choose_reference(q, k[: positions[-1] + 1], k, positions[0], policy, softmax_scale)
+        return None if found is None else found[0]
     if policy.sees_all(positions[0]):
         return None
-    if policy.query_tile == 1:
-        first, last = policy.candidate_range(positions[0])
-        scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
-        listed = [list(range(first, last))] * len(scores)
-    else:
-        listed = candidates_reference(q, k, positions, policy, softmax_scale)
-        probabilities = exact_masses_reference(q, k, positions, listed, policy, softmax_scale)
-        scores = probabilities.amax(0)
+    listed = candidates_reference(q, k, positions, policy, softmax_scale)
+    scores = exact_masses_reference(q, k, positions, listed, policy, softmax_scale).amax(0)
     return [
         best(row, blocks, policy.scored_blocks) for row, blocks in zip(scores, listed, strict=True)
     ]
@@ -148,6 +121,37 @@ def listed_reference(entries: list[list[int]]) -> Select:
     return select
 
 
+def attend_by_records_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention ``[n, Hq, Dv]`` float64 of neighbouring tokens that choose together by records.
+
+    Args:
+        q: ``[n, Hq, D]``, the queries from position ``start`` on.
+        k, v: ``[N, Hkv, D]``.
+        sinks: ``[Hq]`` logits that join the denominator only.
+    """
+    key = torch.arange(len(k))
+    causal = key <= torch.arange(start, start + len(q))[:, None]
+    visible, tail = causal.unsqueeze(1).repeat(1, k.shape[1], 1), None
+    found = choose_reference(q, k[: start + len(q)], v, start, policy, softmax_scale)
+    if found is not None:
+        chosen, logits, values = found
+        cell = key // policy.sel_block_size
+        first, last = policy.candidate_range(start)
+        for head, cells in enumerate(chosen):
+            far = torch.isin(cell, torch.tensor(cells))
+            visible[:, head] &= (cell < first) | (cell >= last) | far
+        tail = logits, values
+    return attend_reference(q, k, v, visible, softmax_scale, sinks, tail)
+
+
 def paged_attention_reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -161,7 +165,7 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """What :func:`sparsek_kernels.paged.paged_attention` must return, in float64.
 
-    The sketch is computed from K itself, so that this also checks the one kept in the cache.
+    Records are computed from K and V, so that this also checks the ones kept in the cache.
 
     Args:
         select: what chooses the blocks of a tile, called for tiles in the order of their queries.
@@ -179,6 +183,13 @@ def paged_attention_reference(
         k = gather_sequence(k_cache, pages, length)
         v = gather_sequence(v_cache, pages, length)
         positions = list(range(length - (end - begin), length))
+        if rule.alignment:  # a prompt's tokens choose alone
+            together = end - begin if request < batch.num_decodes else 1
+            for row in range(begin, end, together):
+                start = positions[row - begin]
+                rows = (q[row : row + together], k, v, start, rule, scale, sinks)
+                out[row : row + together] = attend_by_records_reference(*rows)
+            continue
         visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
         for row in range(max(end - begin - rule.dense_last, 0), end - begin):
             visible[row] = torch.arange(length) <= positions[row]

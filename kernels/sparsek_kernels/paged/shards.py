@@ -1,16 +1,14 @@
 """Decoding over a cache whose pages several ranks hold between them.
 
-Every rank has some pages of each sequence, all ranks have the same queries.  Scores are completed
-by an elementwise maximum over the ranks, so that all of them choose the blocks that one rank with
-all pages would choose.  Each then attends its own pages::
+Every rank has some pages of each sequence, all ranks have the same queries.  What blocks are ranked
+by is completed by an exchange between the ranks, so that all of them choose the blocks that one
+rank with all pages would choose.  Each then attends its own pages::
 
-    out, lse = attend_shard(q, k_cache, v_cache, batch, policy, largest=largest, ...)
+    out, lse = attend_shard(q, k_cache, v_cache, batch, policy, ranks=ranks, ...)
     merged = merge_shards(outputs of all ranks, their log-sum-exps)
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -20,7 +18,7 @@ from sparsek_kernels.paged.attend import attend
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import check_cache, fit_both
 from sparsek_kernels.paged.index.base import Indexer, Indexers
-from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.operands import PagedOperands, Ranks
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
@@ -32,7 +30,7 @@ def attend_shard(
     batch: PagedBatch,
     policy: SelectionPolicy | StepPolicy,
     *,
-    largest: Callable[[torch.Tensor], torch.Tensor],
+    ranks: Ranks,
     softmax_scale: float | None = None,
     k_summary: torch.Tensor | None = None,
     index: Indexer | None = None,
@@ -46,7 +44,8 @@ def attend_shard(
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, any strides.
         batch: decodes alone; -1 in its ``block_table`` stands for a page of another rank.
         policy: what a query attends (docs/selection.md).
-        largest: returns a float32 tensor's elementwise maximum over the ranks.
+        ranks: has ``largest(x)``, a tensor's elementwise maximum over the ranks, and ``gather(x)``,
+            the tensors of all of them, ``[ranks, ...]``.
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, bytes]`` uint8, at least the indexer's ``page_bytes``; needed
             when blocks are selected.
@@ -81,7 +80,7 @@ def attend_shard(
         check_scale(softmax_scale, dim),
         k_summary,
         lse=lse,
-        largest=largest,
+        ranks=ranks,
     )
     check_segment(operands, segment, index)
     attend(operands, segment, None if index is None else index.select(operands, segment))

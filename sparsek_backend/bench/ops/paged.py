@@ -19,6 +19,7 @@ from sparsek_backend.bench.ops.paged_inputs import (
     wrong_selection,
 )
 from sparsek_backend.bench.ops.paged_lists import Lists, make_lists
+from sparsek_backend.bench.ops.paged_records import gate_records, oracle_of, wrong_cells
 from sparsek_backend.bench.ops.peers import cpu_attn_paged, fa3_paged
 from sparsek_backend.bench.oracle import compare
 from sparsek_backend.bench.registry import (
@@ -33,8 +34,7 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.index.base import Indexers
-from sparsek_kernels.paged.index.key_means.sketch import VECTOR_SIZE, read_vectors, rotate
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import CELL, CELL_SIZE, SelectionPolicy, StepPolicy, ceil_div
 from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 
 DENSE = SelectionPolicy()
@@ -103,8 +103,7 @@ def gate_tiles(
             if lists is not None:
                 wrong = lists.wrong(chosen, inputs, tile, rule)
             else:
-                decode = step[0].num_decodes > 0
-                wrong = wrong_selection(chosen, inputs, tile, rule, decode=decode)
+                wrong = wrong_selection(chosen, inputs, tile, rule)
             if wrong:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         exact, plain = (
@@ -129,7 +128,7 @@ def _chosen(
         inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary,
         indexers=None if lists is None else lists.indexers,
     )  # fmt: skip
-    row = -1 if batch.num_decodes else (tile.rows.start - rows.start) // policy.query_tile
+    row = (tile.rows.start - rows.start) // policy.query_tile
     return found[tile.request][row, tile.head].long().cpu()
 
 
@@ -160,7 +159,7 @@ def _decode_positions(inputs: PagedInputs) -> list[int]:
 
 
 def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, float]:
-    """FLOPs and least bytes: attended K and V, sketches, queries and outputs."""
+    """FLOPs and least bytes: attended K and V, records, queries and outputs."""
     positions = _decode_positions(inputs)
     kv_heads, dim = inputs.k_cache.shape[1], inputs.q.shape[2]
     width = inputs.q.element_size()
@@ -168,13 +167,13 @@ def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, fl
     flops = 4.0 * dim * inputs.q.shape[1] * pairs
     last = [seq_len - 1 for seq_len in inputs.seq_lens]
     kv_bytes = 2.0 * dim * kv_heads * width * attended_pairs(policy, last)
-    cell_bytes = 0.0
+    record_bytes = 0.0
     if policy.selects_blocks:
-        vectors = [p // VECTOR_SIZE for p in positions if not policy.sees_all(p)]
+        vectors = [p // CELL for p in positions if not policy.sees_all(p)]
         flops += 2.0 * dim * inputs.q.shape[1] * sum(vectors)
         scored = sum(p for p in last if not policy.sees_all(p))
-        cell_bytes = float(kv_heads * scored * inputs.k_summary.shape[2] / inputs.page_size)
-    return flops, kv_bytes + cell_bytes + 2.0 * inputs.q.numel() * width
+        record_bytes = float(kv_heads * scored * inputs.k_summary.shape[2] / inputs.page_size)
+    return flops, kv_bytes + record_bytes + 2.0 * inputs.q.numel() * width
 
 
 def _ours(
@@ -250,6 +249,11 @@ def _providers(
     share = pairs / attended_pairs(DENSE, positions)
     says_share = any(entry.lists for entry in entries)
 
+    def gate(outputs: Outputs, entry: Entry) -> GateResult:
+        if entry.policy.alignment:
+            return gate_records(inputs, tiles, entry.policy, outputs[0], steps[0][0])
+        return gate_tiles(inputs, tiles, entry.policy, outputs[0], steps, entry.lists)
+
     def provider(entry: Entry) -> Provider:
         policy = entry.policy
         flops, num_bytes = cost(entry)
@@ -259,7 +263,7 @@ def _providers(
         return Provider(
             name=entry.name,
             prepare=entry.prepare,
-            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], steps, entry.lists),
+            gate=lambda outputs: gate(outputs, entry),
             flops=flops,
             bytes=num_bytes,
             note=note,
@@ -269,12 +273,17 @@ def _providers(
     return [provider(entry) for entry in entries]
 
 
+def _of_tokens(inputs: PagedInputs) -> SelectionPolicy:
+    """The policy of decoded tokens: as many tokens as a tile of the case, by records."""
+    return StepPolicy.of(inputs.policy).decode
+
+
 def _build_decode(case: Case, device: torch.device) -> list[Provider]:
     inputs = make_inputs(case, device)
     step = inputs.whole_step(len(inputs.seq_lens))
     dense = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.whole_step(0))
     entries = [
-        Entry(OURS, lambda: _ours(inputs, step, inputs.policy), inputs.policy.per_token()),
+        Entry(OURS, lambda: _ours(inputs, step, inputs.policy), _of_tokens(inputs)),
         Entry("sparsek_dense", lambda: _ours(inputs, step, DENSE), DENSE),
         Entry("fa3", lambda: fa3_paged(*dense), DENSE),
         Entry("cpu_attn", lambda: cpu_attn_paged(*dense), DENSE),
@@ -283,39 +292,14 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
     return _providers(inputs, entries, lambda entry: decode_cost(inputs, entry.policy), step)
 
 
-def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
-    """The selection in plain torch, equal lengths: vectors and scores go through memory."""
-    policy = inputs.policy.per_token()
-    position = _only_length(inputs) - 1
-    if policy.sees_all(position):
-        raise Unavailable("the budget covers the context: nothing is selected")
-    first, last = policy.candidate_range(position)
-    size, own = policy.sel_block_size, position // policy.sel_block_size
-    table = inputs.block_table[:, : ceil_div(position + 1, inputs.page_size)].long()
-    heads = inputs.k_cache.shape[1]
-    q = torch.unflatten(inputs.q, 1, (heads, -1))  # [R, H, G, D]
-
-    def call() -> Outputs:
-        pages = read_vectors(inputs.k_summary[table], inputs.page_size, q.shape[-1])
-        vectors = pages.to(q.dtype).transpose(1, 2).flatten(2, 3)  # [R, H, vectors, D]
-        rotated = rotate(q).to(q.dtype)
-        logits = (rotated @ vectors.transpose(2, 3)).float() * inputs.softmax_scale
-        per_block = size // VECTOR_SIZE
-        blocks = torch.unflatten(logits[..., : own * per_block], -1, (own, per_block)).amax(-1)
-        scores = blocks.softmax(-1).sum(2)[..., first:last]
-        return (scores.topk(policy.scored_blocks).indices + first,)
-
-    return call
-
-
 def _build_select(case: Case, device: torch.device) -> list[Provider]:
     inputs = make_inputs(case, device)
-    policy = inputs.policy.per_token()
+    policy = _of_tokens(inputs)
     batch = inputs.batch(inputs.query_lens, inputs.seq_lens, len(inputs.seq_lens))
     positions = _decode_positions(inputs)
     if any(policy.sees_all(position) for position in positions):
         raise ValueError(f"spec: {case.spec.text} is within the budget, nothing would be selected")
-    flops = 2.0 * (sum(positions) // VECTOR_SIZE) * inputs.q.shape[1] * inputs.q.shape[2]
+    flops = 2.0 * (sum(positions) // CELL) * inputs.q.shape[1] * inputs.q.shape[2]
     kept = inputs.k_cache.shape[1] * inputs.k_summary.shape[2] / inputs.page_size
     num_bytes = float(sum(positions) * kept)
 
@@ -328,17 +312,13 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
         return call
 
     def gate(outputs: Outputs) -> GateResult:
-        rows = torch.cat([part.reshape(-1, *part.shape[-2:]) for part in outputs]).long().cpu()
         for tile in decode_tiles(inputs):
-            chosen = rows[tile.rows[-1], tile.head]
-            if wrong := wrong_selection(chosen, inputs, tile, policy, decode=True):
+            chosen = outputs[tile.request][-1, tile.head].cpu()
+            if wrong := wrong_cells(chosen, oracle_of(inputs, tile, policy)):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
-        return GateResult(True, "selection is the best by exact score")
+        return GateResult(True, "cells are the best by exact score")
 
-    return [
-        Provider(OURS, ours, gate, flops, num_bytes, reads_only=True),
-        Provider("torch", lambda: _torch_select(inputs), gate, flops, num_bytes, reads_only=True),
-    ]
+    return [Provider(OURS, ours, gate, flops, num_bytes, reads_only=True)]
 
 
 def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
@@ -352,6 +332,8 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
             f"chunk: expected a multiple of query_tile {inputs.policy.query_tile}, got {chunk}"
         )
     policy, tile = inputs.policy, inputs.policy.query_tile
+    if tile == 1:
+        raise ValueError("query_tile: expected more than 1, which shares a selection, got 1")
     if policy.dense_last and (policy.dense_last % tile or length % tile):
         raise ValueError(
             f"dense_last: expected 0, or whole tiles of {tile} in a prompt of whole tiles, got "

@@ -12,15 +12,10 @@ import torch.nn.functional as F
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.index.key_means.sketch import (
-    VECTOR_SIZE,
-    read_vectors,
-    rotate,
-    sketch_pages,
-)
+from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.pages import summary_bytes
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import CELL_SIZE, SEGMENT, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 
 DEFAULTS: dict[str, Param] = {
@@ -69,7 +64,8 @@ class PagedInputs:
         q: [T, Hq, D], packed.
         k_cache: [P, Hkv, page_size, D], a strided view of the pages.
         v_cache: [P, Hkv, page_size, D], a strided view of the same pages.
-        k_summary: [P, Hkv, summary_bytes] uint8, a strided view of the tail of each page.
+        k_summary: [P, Hkv, summary_bytes] uint8, a strided view of the tail of each page: records
+            where pages hold whole segments.
         block_table: [R, max pages] int32, pages in random order.
         query_lens: new tokens of each request.
         seq_lens: keys of each request.
@@ -150,8 +146,6 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     """
     sizes: dict[str, Any] = {name: case.int_param(name) for name in _POLICY_SIZES}
     policy = SelectionPolicy(**sizes)
-    if policy.query_tile == 1:
-        policy = policy.per_token()
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
     counts = [ceil_div(length, page) for length in case.spec.seq_lens]
     generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
@@ -166,7 +160,8 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     for start in range(0, len(pages), _PAGES_AT_A_TIME):
         part = slice(start, start + _PAGES_AT_A_TIME)
         kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
-        sketch_pages(k_cache[part], k_summary[part])
+    if page % SEGMENT == 0:
+        write_records(k_cache, v_cache, k_summary, torch.arange(len(pages) * page, device=device))
     max_len = case.int_param("max_len")
     table = shuffled_pages(counts, max(*counts, ceil_div(max_len, page)), generator)
     tokens = case.spec.total_query_tokens
@@ -185,28 +180,16 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     )
 
 
-def candidate_scores(
-    inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
-) -> torch.Tensor:
-    """Score by summaries of every block before the tile's last query: [blocks] float64."""
-    q = inputs.tile_rows(inputs.q, tile).double()
-    size = policy.sel_block_size
-    if decode or policy.query_tile == 1:
-        length = inputs.seq_lens[tile.request]
-        pages = inputs.block_table[tile.request, : ceil_div(length, inputs.page_size)]
-        sketch = inputs.k_summary[pages.long(), tile.head]
-        vectors = read_vectors(sketch, inputs.page_size, q.shape[-1]).flatten(0, 1).double()
-        samples, per_block = [len(q) - 1], size // VECTOR_SIZE
-        q = rotate(q).double()
-    else:
-        k, _ = inputs.keys_of(tile.request, tile.head)
-        cells = torch.unflatten(k[: len(k) // CELL_SIZE * CELL_SIZE], 0, (-1, CELL_SIZE))
-        vectors = cells.double().mean(1)
-        samples, per_block = sampled_queries(tile.positions, policy), size // CELL_SIZE
+def candidate_scores(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy) -> torch.Tensor:
+    """Score by means of keys of every block before the tile's last query: [blocks] float64."""
+    q, size = inputs.tile_rows(inputs.q, tile).double(), policy.sel_block_size
+    k, _ = inputs.keys_of(tile.request, tile.head)
+    cells = torch.unflatten(k[: len(k) // CELL_SIZE * CELL_SIZE], 0, (-1, CELL_SIZE))
+    means, per_block = cells.double().mean(1), size // CELL_SIZE
     total = torch.zeros(tile.positions[-1] // size, dtype=torch.float64, device=q.device)
-    for row in samples:
+    for row in sampled_queries(tile.positions, policy):
         own = tile.positions[row] // size
-        logits = q[row] @ vectors[: own * per_block].T * inputs.softmax_scale
+        logits = q[row] @ means[: own * per_block].T * inputs.softmax_scale
         total[:own] += torch.unflatten(logits, -1, (own, per_block)).amax(-1).softmax(-1).sum(0)
     return total
 
@@ -237,12 +220,12 @@ def exact_masses(
 
 
 _LIST_SLACK, _MASS_SLACK = 0.05, 0.02
-"""Scores that differ by less, relatively, may stand in for each other: queries are rounded to 8
-bits where candidates are sought, and masses are shares of lists that may differ by these."""
+"""Scores that differ by less, relatively, may stand in for each other: means are rounded, and
+masses are shares of lists that may differ by these."""
 
 
 def wrong_selection(
-    chosen: torch.Tensor, inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
+    chosen: torch.Tensor, inputs: PagedInputs, tile: Tile, policy: SelectionPolicy
 ) -> str:
     """Why a tile's chosen blocks do not follow the rule, or an empty string."""
     first, last = policy.candidate_range(tile.positions[0])
@@ -252,12 +235,8 @@ def wrong_selection(
     if blocks.numel() and (int(blocks.min()) < first or int(blocks.max()) >= last):
         return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
     blocks = blocks.to(inputs.q.device)
-    scores = candidate_scores(inputs, tile, policy, decode=decode)
+    scores = candidate_scores(inputs, tile, policy)
     scores[:first] = scores[last:] = -1.0
-    if decode or policy.query_tile == 1:
-        everyone = torch.arange(len(scores), device=scores.device) >= first
-        everyone &= torch.arange(len(scores), device=scores.device) < last
-        return _not_the_best(blocks, scores, everyone, _LIST_SLACK)
     listed = min(policy.listed_blocks, last - first)
     least = float(scores.topk(listed).values[-1])
     if listed == last - first:

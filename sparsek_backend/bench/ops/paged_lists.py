@@ -10,7 +10,6 @@ from sparsek_backend.bench.ops.paged_inputs import PagedInputs, Tile
 from sparsek_backend.bench.registry import Case
 from sparsek_backend.patterns.prefill import ENTRIES, PrefillPattern
 from sparsek_kernels.paged.index.base import Indexers
-from sparsek_kernels.paged.index.key_means import KeyMeans
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import listed_reference
@@ -68,7 +67,7 @@ def make_lists(case: Case, inputs: PagedInputs) -> Lists | None:
             )
         entries = pattern.entries[layer][torch.arange(heads) % pattern.num_kv_heads]
     lists = block_lists(entries, policy).to(inputs.q.device)
-    return Lists(entries, Indexers(VerticalSlash(lists), KeyMeans()))
+    return Lists(entries, Indexers(VerticalSlash(lists)))
 
 
 def random_entries(heads: int, blocks: int, seed: int) -> torch.Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.engine import latest_engine
+from sparsek_backend.vllm_backend.engine import engine_in_use, latest_engine
 from sparsek_backend.vllm_backend.layout import HeadMajorPages
+from sparsek_kernels.paged.policy import SEGMENT
 
 from .impl import SparseKImpl
 from .metadata import SparseKMetadataBuilder
@@ -20,7 +21,7 @@ REMEDIES: dict[str, tuple[Any, str]] = {
     "head_size": (64, "use a model whose head size is a multiple of 8 from 32 to 256"),
     "kv_cache_dtype": ("auto", "--kv-cache-dtype auto"),
     "dtype": (torch.float16, "--dtype bfloat16, float16 or float32"),
-    "block_size": (None, "--block-size 64, or another multiple of 16"),
+    "block_size": (None, "--block-size 64, or a multiple of it"),
     "use_mla": (False, f"{LEAVE}: vLLM's MLA backends serve this model"),
     "use_sparse": (False, f"{LEAVE}: the model brings its own sparse attention"),
     "attn_type": (AttentionType.DECODER, f"{LEAVE}: only self-attention is served"),
@@ -63,6 +64,14 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         "bfloat16",
         *FP8_KV_CACHE,
     ]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes: where records choose, multiples of their 64 tokens."""
+        engine = engine_in_use()
+        if engine is None or not (engine.selects_blocks and engine.resolved.config.by_records):
+            return HeadMajorPages.get_supported_kernel_block_sizes(kv_cache_spec)
+        return [MultipleOf(SEGMENT)]
 
     @staticmethod
     def get_impl_cls() -> type[SparseKImpl]:
@@ -187,4 +196,4 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         engine = latest_engine()
         if engine is None or not engine.selects_blocks or not compat.is_full_attention(spec):
             return spec
-        return with_summaries(spec, engine.resolved.config.decode_tokens is not None)
+        return with_summaries(spec)

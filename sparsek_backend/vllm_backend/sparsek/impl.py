@@ -242,13 +242,14 @@ class SparseKImpl(AttentionImpl):
             fallback.attend_encoder(mask, query, key[tokens], value[tokens], attn_metadata, out)
             return output
         operands = self._operands(layer, query, self._pages.cached(kv_cache), out)
-        self._write_index(operands, attn_metadata.batch)
+        shards = attn_metadata.shards
+        self._write_index(operands, attn_metadata.batch if shards is None else shards.batch)
         if reason := self.fallback_reason or attn_metadata.fallback_reason:
             clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
             mask = fallback.mask_of(self, causal=True, window_of_ranges=clamped)
             fallback.attend_pages(mask, operands, attn_metadata, reason)
-        elif attn_metadata.shards is not None:
-            attend_shards(operands, kv_cache, attn_metadata.shards, self.own, self._pages)
+        elif shards is not None:
+            attend_shards(operands, kv_cache, shards, self.own, self._pages)
         else:
             lengths = attn_metadata.seq_lens
             for segment in self._segments(operands, attn_metadata.batch, self.policy, lengths):
@@ -294,6 +295,7 @@ class SparseKImpl(AttentionImpl):
 
         Where the step has a rotation, that undoes the keys' positions, which are known here only.
         """
-        index, policy = self.kept.indexers.written_once, self.kept.policy.decode
+        index, rule = self.kept.indexers.written_once, self.kept.policy
+        policy = rule.decode if rule.decode.selects_blocks else rule.prefill
         if index is not None and self.kv_sharing_target_layer_name is None:
             write_index(operands.k_cache, operands.v_cache, operands.summary, batch, policy, index)

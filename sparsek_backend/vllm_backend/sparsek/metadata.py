@@ -142,8 +142,7 @@ class SparseKMetadataBuilder(StepBuilder):
         """Log what each group of layers attends, and by which kernels."""
         resolved = self.resolved
         size, itemsize = spec.head_size, spec.dtype.itemsize
-        records = resolved.config.decode_tokens is not None
-        behind = bytes_behind(size, itemsize, records) / (2 * size * itemsize)
+        behind = bytes_behind(size, itemsize) / (2 * size * itemsize)
         trained = resolved.infllm if resolved.config.mode != "infllm" else None
         if trained is not None and any(kind.policy.selects_blocks for kind in groups):
             logger.info_once(describe_model_selection(trained, resolved.config))

@@ -10,32 +10,28 @@ from typing import Any
 import torch
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.layout import PREFERRED_PAGE_SIZE, SMALLEST_PAGE_SIZE
+from sparsek_backend.vllm_backend.layout import PREFERRED_PAGE_SIZE
 from sparsek_kernels.paged.pages import summary_bytes
-from sparsek_kernels.paged.record import page_bytes
 
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 """The names after ``--kv-cache-dtype`` of a cache of e4m3 values with a scale per layer."""
 
 
-def bytes_behind(head_size: int, itemsize: int, records: bool = False) -> int:
-    """Bytes per token and KV head that pages have behind K and V, for summaries.
+def bytes_behind(head_size: int, itemsize: int) -> int:
+    """Bytes per token and KV head that pages have behind K and V, for summaries of any kind.
 
     For every 64 tokens there are whole rows of K and V.  So pages of 64 tokens begin at multiples
-    of a row, and the kernels for Hopper address all of them as one matrix.  They add 1/32 to
-    the bytes of K and V, and 1/16 with fp8.  ``records`` of 128 channels take half as much again.
+    of a row, and the kernels for Hopper address all of them as one matrix.  With 128 channels they
+    add 3/64 to the bytes of K and V, and 3/32 with fp8.
     """
     rows = math.lcm(2 * head_size * itemsize, PREFERRED_PAGE_SIZE * itemsize)
-    used = summary_bytes(SMALLEST_PAGE_SIZE, head_size) * PREFERRED_PAGE_SIZE // SMALLEST_PAGE_SIZE
-    if records:
-        used = max(used, page_bytes(PREFERRED_PAGE_SIZE, head_size))
+    used = summary_bytes(PREFERRED_PAGE_SIZE, head_size)
     return -(-used // rows) * rows // PREFERRED_PAGE_SIZE
 
 
-def with_summaries(spec: Any, records: bool = False) -> Any:
-    """Return ``spec`` with room for the summaries of its pages, or for ``records``."""
-    behind = bytes_behind(spec.head_size, spec.dtype.itemsize, records)
-    return compat.with_bytes_behind(spec, behind)
+def with_summaries(spec: Any) -> Any:
+    """Return ``spec`` with room for the summaries of its pages."""
+    return compat.with_bytes_behind(spec, bytes_behind(spec.head_size, spec.dtype.itemsize))
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,7 @@ class PageViews:
 
     Args:
         keys, values: ``[pages, Hkv, page_size, D]`` views of the cache.
-        summary: ``[pages, Hkv, summary_bytes(page_size, D)]`` uint8 view of the bytes behind K and
-            V, or ``None``.
+        summary: ``[pages, Hkv, bytes]`` uint8 view of the bytes behind K and V, or ``None``.
     """
 
     keys: torch.Tensor

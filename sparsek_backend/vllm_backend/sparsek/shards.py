@@ -108,13 +108,18 @@ class ShardedStep:
 
     Args:
         ranks: these ranks.
-        decodes: the decodes; in their block table, -1 is a page of another rank.
+        batch: the step; in its block table, -1 is a page of another rank.
         prefills: the prefills, in parts that gather :data:`GATHERED_TOKENS` or one sequence.
     """
 
     ranks: ContextRanks
-    decodes: PagedBatch
+    batch: PagedBatch
     prefills: tuple[GatheredPrefills, ...]
+
+    @property
+    def decodes(self) -> PagedBatch:
+        """The requests that decode."""
+        return self.batch.part(0, self.batch.num_decodes)
 
 
 def shard_step(batch: PagedBatch, page_size: int, ranks: ContextRanks) -> ShardedStep:
@@ -128,17 +133,11 @@ def shard_step(batch: PagedBatch, page_size: int, ranks: ContextRanks) -> Sharde
     local = batch.block_table
     table = local.new_full((local.shape[0], local.shape[1] * ranks.size), -1)
     table[:, ranks.rank :: ranks.size] = local
-    decodes = batch.part(0, batch.num_decodes)
     # What the host knows of decodes on a GPU is an upper bound.
-    lengths = decodes.seq_lens_host if local.device.type == "cpu" else None
+    lengths = batch.seq_lens_host if local.device.type == "cpu" else None
     return ShardedStep(
         ranks,
-        replace(
-            decodes,
-            block_table=table[: batch.num_decodes],
-            seq_lens_host=lengths,
-            _derived={},
-        ),
+        replace(batch, block_table=table, seq_lens_host=lengths, _derived={}),
         tuple(
             _gathered_prefills(batch.part(first, last), page_size, ranks.size)
             for first, last in _parts_of_prefills(batch)
@@ -217,7 +216,7 @@ def _attend_decodes(operands: PagedOperands, step: ShardedStep, selection: Layer
         operands.v_cache,
         step.decodes,
         selection.policy,
-        largest=step.ranks.largest,
+        ranks=step.ranks,
         softmax_scale=operands.softmax_scale,
         k_summary=operands.k_summary,
         index=selection.indexers.decode,

@@ -88,28 +88,30 @@ def token_cells(
     top_k: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The cells that a token and KV head choose, and what is left of each segment.
+    """The cells that the tokens of a request choose for a KV head, and what is left of segments.
 
     Args:
-        q: ``[G, D]`` float64.
-        k: ``[N, D]``, up to the token's own.
+        q: ``[n, G, D]`` float64.
+        k: ``[N, D]``, up to the last token's own.
         fields: of the segments ``[front, local)``.
         front, local: segments.
 
     Returns:
-        Cells from ``front`` on, ascending; logits ``[G, local - front]``; whether scores that are
-        wrong by the margin choose the same.
+        Cells from ``front`` on, ascending; logits ``[n, G, local - front]``; whether scores that
+        are wrong by the margin choose the same.
     """
-    logits = scale * torch.einsum("gd,nvd->gnv", q, fields.vectors)
+    logits = scale * torch.einsum("tgd,nvd->tgnv", q, fields.vectors)
     lower, upper = (q**2).chunk(2, -1)
     squares = (lower + upper) @ fields.variances.mT
     gain = (1 + scale**2 * squares).sqrt() - 1
-    near = torch.cat([k[: 64 * front], k[64 * local :]])
-    every = torch.cat([scale * q @ near.mT, logits.flatten(1) + math.log(2)], -1)
+    every = torch.cat([scale * q @ k.mT, logits.flatten(2) + math.log(2)], -1)
+    every[..., 64 * front : 64 * local] = -math.inf
+    for token in range(len(q)):
+        every[token, :, len(k) - len(q) + token + 1 : len(k)] = -math.inf
     total = every.logsumexp(-1)
-    scores = (logits + gain.unsqueeze(-1) + math.log(2) - total[:, None, None]).exp().sum(0)
+    scores = (logits + gain.unsqueeze(-1) + math.log(2) - total[..., None, None]).exp().sum((0, 1))
     scores = scores.nan_to_num(0.0, math.inf).flatten()
-    steps = key_steps(scores, top_k / q.shape[0])
+    steps = key_steps(scores, top_k / q.shape[:2].numel())
     keys = steps.floor().clamp(0, 63)
     order = keys.argsort(descending=True, stable=True)
     chosen = order[:top_k].sort().values
@@ -119,15 +121,16 @@ def token_cells(
     sure = bool(((steps - edges).abs() > MARGIN).all())
     left = torch.ones(scores.shape[0], dtype=torch.bool)
     left[chosen] = False
-    rest = (logits.flatten(1) + math.log(2)).masked_fill(~left, -math.inf)
-    return chosen, rest.unflatten(1, (-1, 32)).logsumexp(-1), sure
+    rest = (logits.flatten(2) + math.log(2)).masked_fill(~left, -math.inf)
+    return chosen, rest.unflatten(2, (-1, 32)).logsumexp(-1), sure
 
 
 def key_steps(scores: torch.Tensor, share: float) -> torch.Tensor:
     """Keys before they are cut to integers: 4 an octave, linear within one.
 
     Args:
-        share: cells that are chosen for each query head; the last key begins below its inverse.
+        share: cells that are chosen for each token and query head; the last key begins below its
+            inverse.
     """
     fraction, exponent = torch.frexp(scores)
     octaves = exponent - 1 + math.floor(math.log2(max(share, 1.0)))
@@ -146,13 +149,16 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, bool]:
-    """Output ``[G, D]`` of a token and KV head, and whether its choice is sure; see above."""
+    """Outputs ``[n, G, D]`` for a KV head, and whether the choice is sure; see above."""
     cells, rest, sure = token_cells(q, k, fields, front, local, top_k, scale)
     keys = (cells * 2 + 64 * front)[:, None] + torch.arange(2)
     seen = torch.cat([torch.arange(64 * front), keys.flatten(), torch.arange(64 * local, len(k))])
-    logits = torch.cat([scale * q @ k[seen].mT, rest], -1)
+    exact = scale * q @ k[seen].mT
+    own = len(k) - len(q) + torch.arange(len(q))
+    exact = exact.masked_fill((seen > own[:, None])[:, None], -math.inf)
+    logits = torch.cat([exact, rest], -1)
     values = torch.cat([v[seen], fields.value])
     if sinks is not None:
-        logits = torch.cat([logits, sinks[:, None]], -1)
+        logits = torch.cat([logits, sinks[None, :, None].expand(len(q), -1, 1)], -1)
         values = torch.cat([values, torch.zeros_like(values[:1])])
     return logits.softmax(-1) @ values, sure

@@ -19,7 +19,6 @@ def built_without(*features: str) -> ctypes.CDLL:
     """The C functions as a processor without some features has them."""
     compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
     less = [f"-mno-{feature}" for feature in features]
-    sources = {file: (*flags, "-O1", *less) for file, flags in build._SOURCES.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_SOURCES", sources)
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-O1", *less))
         return build._build(compiler)

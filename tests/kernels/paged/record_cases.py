@@ -87,8 +87,8 @@ def _check_mostly(
 UNWRITTEN = 255
 """A byte of pages whose records nobody wrote."""
 
-Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch], None]
-"""Writes the records of a step: K, V, what pages keep, and the step."""
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes the records of a step: K, V, what pages keep, and the slots of its tokens."""
 
 
 @dataclass
@@ -117,12 +117,14 @@ class Pages:
 
     def step(self, before: list[int], after: list[int], write: Write) -> None:
         """Put each request's tokens from ``before`` up to ``after`` into its pages."""
+        slots = []
         for request, (first, last) in enumerate(zip(before, after, strict=True)):
             pages, rows = self.slots(request, first, last)
             here = pages >= 0
+            slots.append(torch.where(here, pages * self.k_cache.shape[2] + rows, -1))
             for cache, new in ((self.k_cache, self.keys), (self.v_cache, self.values)):
                 cache[pages[here], :, rows[here]] = new[request][first:last][here].to(cache.dtype)
-        write(self.k_cache, self.v_cache, self.k_summary, self.batch(before, after))
+        write(self.k_cache, self.v_cache, self.k_summary, torch.cat(slots))
 
     def batch(self, before: list[int], after: list[int]) -> PagedBatch:
         """The step: requests in front that have at most 5 new tokens decode."""

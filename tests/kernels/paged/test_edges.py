@@ -14,9 +14,9 @@ from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention, 
 from sparsek_kernels.paged.checks import check_batch_layout
 from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.reference import paged_attention_reference
-from tests.kernels.paged.cache_cases import POLICIES, Case, make_case, run
+from tests.kernels.paged.cache_cases import POLICIES, Case, check, make_case, run
 
-MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
+MIXED = ([500, 361, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 STRADDLING = [(32, 48), (48, 64), (96, 64), (48, 128), (32, 24), (16, 3), (80, 64), (112, 160)]
 
 
@@ -25,11 +25,6 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Decodes through the C function (where there is a compiler), then through torch."""
     if request.param == "torch":
         monkeypatch.setattr(build, "library", lambda: None)
-
-
-def check(case: Case, policy: SelectionPolicy) -> None:
-    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
-    torch.testing.assert_close(run(case, policy).double(), expected, atol=2e-5, rtol=1e-4)
 
 
 def head_major(x: torch.Tensor) -> torch.Tensor:
@@ -79,10 +74,10 @@ def test_tiles_that_straddle_blocks(size: int, tile: int) -> None:
 
 
 def test_a_token_attends_itself_when_its_tile_straddles_blocks() -> None:
-    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=3, sel_block_size=96)
-    case = make_case([960], [960], 0)
-    case.q = torch.randn(960, 4, 32)
-    page, row = case.batch.block_table[0, 700 // 32], 700 % 32
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=3, sel_block_size=192)
+    case = make_case([1920], [1920], 0)
+    case.q = torch.randn(1920, 4, 32)
+    page, row = case.batch.block_table[0, 700 // 64], 700 % 64
     before = run(case, policy)[700]
     case.v_cache[page, :, row] += 1000.0
     assert (run(case, policy)[700] - before).abs().min() > 1e-3
@@ -143,11 +138,11 @@ def test_a_window_is_dense_at_the_positions_below(dense_below: int) -> None:
 @pytest.mark.parametrize("beyond", [-1, 1 << 30])
 @pytest.mark.parametrize("name", [*POLICIES, "topk_over_pages"])
 def test_pages_past_a_sequence_are_never_read(name: str, beyond: int) -> None:
-    over = SelectionPolicy(num_sink=16, window_size=40, top_k=1, sel_block_size=96)
+    over = SelectionPolicy(num_sink=16, window_size=40, top_k=1, sel_block_size=128)
     policy = POLICIES.get(name, over)
     case = make_case(*MIXED)
     for request, length in enumerate(MIXED[0]):
-        case.batch.block_table[request, -(-length // 32) :] = beyond
+        case.batch.block_table[request, -(-length // 64) :] = beyond
     check(case, policy)
     if policy.selects_blocks:
         chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
@@ -159,7 +154,6 @@ def test_pages_past_a_sequence_are_never_read(name: str, beyond: int) -> None:
 def test_any_tile_and_block(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 330), min_size=1, max_size=3))
     queries = [data.draw(st.integers(1, length)) for length in lengths]
-    num_decodes = data.draw(st.integers(0, int(queries[0] <= 3)))
     page = data.draw(st.sampled_from([16, 32, 48]))
     size = page * data.draw(st.sampled_from([1, 2, 3]))
     policy = SelectionPolicy(
@@ -169,11 +163,9 @@ def test_any_tile_and_block(data: st.DataObject) -> None:
         sel_block_size=size,
         dense_below=data.draw(st.sampled_from([0, 50, 100])),
         dense_last=data.draw(st.sampled_from([0, 8])),
-        query_tile=data.draw(st.integers(1, 170)),
+        query_tile=data.draw(st.integers(2, 170)),
     )
-    case = make_case(
-        lengths, queries, num_decodes, page_size=page, seed=data.draw(st.integers(0, 9))
-    )
+    case = make_case(lengths, queries, 0, page_size=page, seed=data.draw(st.integers(0, 9)))
     for request, length in enumerate(lengths):
         case.batch.block_table[request, -(-length // page) :] = -1
     if data.draw(st.booleans()):

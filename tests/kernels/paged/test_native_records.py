@@ -24,6 +24,11 @@ from tests.kernels.paged.record_cases import KINDS, check_decoded, segments
 
 pytestmark = needs_compiler
 
+SHAPES = [
+    *((queries, *shape) for queries in (1, 4) for shape in ((1, 32), (4, 64), (7, 80), (4, 128))),
+    *((1, 64, 16), (4, 16, 16), (1, 2, 256), (4, 2, 256)),
+]
+"""New tokens of a request, query heads of a KV head, head dimension."""
 TOLERANCE = 2e-4
 """Of outputs: factors of levels have 16 bits, so that a logit of the tail is off by about 1e-4."""
 
@@ -118,7 +123,7 @@ class Problem:
         operands = PagedOperands(
             self.q, self.k_cache, self.v_cache, out, self.scale, self.records, sinks
         )
-        assert native_decode.supports(operands, self.batch)
+        assert native_decode.supports(operands, self.batch, max(self.batch.query_lens))
         native_decode.decode(operands, self.batch, rule)
         return out
 
@@ -135,23 +140,22 @@ class Problem:
             zip(self.batch.seq_lens_host or (), self.batch.query_lens, strict=True)
         ):
             fields = self.fields(request)
-            for position in range(length - new, length):
-                first, last = (x // 32 for x in rule.candidate_range(position))
-                if rule.sees_all(position):
-                    first = last = 0
-                for head in range(heads):
-                    out[row, head], sure[row, head] = oracle.attend(
-                        q[row, head],
-                        self.keys[request][: position + 1, head],
-                        self.values[request][: position + 1, head],
-                        fields.of(slice(first, last), head),
-                        first,
-                        last,
-                        rule.scored_blocks,
-                        self.scale,
-                        None if logits is None else logits[head],
-                    )
-                row += 1
+            rows, row = slice(row, row + new), row + new
+            first, last = (x // 32 for x in rule.candidate_range(length - new))
+            if rule.sees_all(length - new):
+                first = last = 0
+            for head in range(heads):
+                out[rows, head], sure[rows, head] = oracle.attend(
+                    q[rows, head],
+                    self.keys[request][:, head],
+                    self.values[request][:, head],
+                    fields.of(slice(first, last), head),
+                    first,
+                    last,
+                    rule.scored_blocks,
+                    self.scale,
+                    None if logits is None else logits[head],
+                )
         return out.flatten(1, 2), sure
 
     def check(self, rule: SelectionPolicy, sinks: torch.Tensor | None = None) -> float:
@@ -253,11 +257,8 @@ def test_decodes_against_the_oracle(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("page_size", [64, 128])
-@pytest.mark.parametrize(
-    ("group", "dim"), [(1, 32), (4, 64), (7, 80), (4, 128), (64, 16), (2, 256)]
-)
+@pytest.mark.parametrize(("queries", "group", "dim"), SHAPES)
 def test_most_choices_are_compared(
     group: int, dim: int, page_size: int, queries: int, dtype: torch.dtype
 ) -> None:
@@ -271,7 +272,7 @@ def test_ties_go_to_the_lower_cells() -> None:
     problem = Problem([64 * 12 + 5], zeros=slice(64, 64 * 10))
     rule = rule_of(64, 64, 50)
     cells, _, sure = oracle.token_cells(
-        problem.q[0].double().unflatten(0, (2, 4))[0],
+        problem.q[:1].double().unflatten(1, (2, 4))[:, 0],
         problem.keys[0][:, 0],
         problem.fields(0).of(slice(1, 11), 0),
         1,
@@ -319,7 +320,7 @@ def test_what_is_chosen_whole_leaves_no_tail() -> None:
     expected, _ = problem.expected(rule)
     torch.testing.assert_close(problem.decode(rule).double(), expected, atol=TOLERANCE, rtol=0)
     cells, rest, _ = oracle.token_cells(
-        problem.q[0].double(),
+        problem.q[:1].double(),
         problem.keys[0][:, 0],
         problem.fields(0).of(slice(1, 13), 0),
         1,
@@ -328,7 +329,7 @@ def test_what_is_chosen_whole_leaves_no_tail() -> None:
         problem.scale,
     )
     assert torch.equal(cells, torch.arange(128, 160))
-    assert rest[0, 4] == -math.inf
+    assert rest[0, 0, 4] == -math.inf
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the features are of x86")

@@ -29,20 +29,18 @@ from sparsek_kernels.paged.reference import (
     select_blocks_reference,
     visible_reference,
 )
-from tests.kernels.paged.cache_cases import POLICIES, Case, make_case, run
+from tests.kernels.paged.cache_cases import POLICIES, Case, check, make_case, run
 
-MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
+MIXED = ([500, 361, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "token_major"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_matches_oracle(policy: SelectionPolicy | StepPolicy, layout: str) -> None:
-    case = make_case(*MIXED, layout=layout)
-    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
-    torch.testing.assert_close(run(case, policy).double(), expected, atol=2e-5, rtol=1e-4)
+    check(make_case(*MIXED, layout=layout), policy)
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("page_size", [64, 128, 192])
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_pages_and_groups(page_size: int, group: int) -> None:
     policy = SelectionPolicy(num_sink=64, window_size=70, top_k=2, query_tile=64)
@@ -50,22 +48,12 @@ def test_pages_and_groups(page_size: int, group: int) -> None:
         [450, 391, 64], [1, 391, 33], 1, heads=2 * group, kv_heads=2, page_size=page_size
     )
     sinks = torch.randn(2 * group, generator=torch.Generator().manual_seed(1))
-    expected = paged_attention_reference(
-        case.q, case.k_cache, case.v_cache, case.batch, policy, sinks=sinks
-    )
-    got = run(case, policy, sinks=sinks).double()
-    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    check(case, policy, sinks=sinks)
 
 
 @pytest.mark.parametrize("name", ["dense", "sink_window", "topk_dense_below"])
 def test_learned_sinks(name: str) -> None:
-    case = make_case(*MIXED)
-    sinks = torch.tensor([3.0, -2.0, 0.0, 1.0])
-    expected = paged_attention_reference(
-        case.q, case.k_cache, case.v_cache, case.batch, POLICIES[name], sinks=sinks
-    )
-    got = run(case, POLICIES[name], sinks=sinks).double()
-    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    check(make_case(*MIXED), POLICIES[name], sinks=torch.tensor([3.0, -2.0, 0.0, 1.0]))
 
 
 @settings(max_examples=25, deadline=None)
@@ -85,11 +73,10 @@ def test_any_batch(data: st.DataObject) -> None:
         sel_block_size=size,
         dense_below=data.draw(st.sampled_from([0, 100])),
         dense_last=data.draw(st.sampled_from([0, 8, 70])),
-        query_tile=data.draw(st.sampled_from([1, 16, 64, 128])),
+        query_tile=data.draw(st.sampled_from([2, 16, 64, 128])),
     )
     case = make_case(lengths, queries, num_decodes, page_size=data.draw(st.sampled_from([16, 64])))
-    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
-    torch.testing.assert_close(run(case, policy).double(), expected, atol=2e-5, rtol=1e-4)
+    check(case, StepPolicy(policy, SelectionPolicy()))
 
 
 def check_selection(
@@ -104,6 +91,15 @@ def check_selection(
         rule = step.decode if request < num_decodes else step.prefill
         k = gather_sequence(case.k_cache, case.batch.block_table[request], length)
         first = (length - count) // rule.query_tile
+        together = request < num_decodes and rule.alignment > 0
+        if together:
+            assert len(chosen[request]) == 1
+            positions, q = list(range(length - count, length)), case.q[start : start + count]
+            expected = select_blocks_reference(q, k, positions, rule, case.q.shape[-1] ** -0.5)
+            assert expected is not None
+            assert chosen[request][0].tolist() == expected
+            start += count
+            continue
         assert len(chosen[request]) == rule.num_tiles(length - count, length)
         for tile, rows in enumerate(chosen[request]):
             low = max((first + tile) * rule.query_tile, length - count)
@@ -118,12 +114,12 @@ def check_selection(
         start += count
 
 
-@pytest.mark.parametrize("query_tile", [1, 32, 64])
+@pytest.mark.parametrize("query_tile", [2, 32, 64])
 def test_selection_equals_oracle(query_tile: int) -> None:
     policy = SelectionPolicy(
         num_sink=16, window_size=20, top_k=3, sel_block_size=32, query_tile=query_tile
     )
-    lengths, queries, num_decodes = [300, 210, 333], [2, 190, 333], 1
+    lengths, queries, num_decodes = [600, 210, 333], [2, 190, 333], 1
     case = make_case(lengths, queries, num_decodes)
     check_selection(case, queries, num_decodes, policy)
 
@@ -133,7 +129,6 @@ def test_selection_equals_oracle(query_tile: int) -> None:
 def test_any_selection_equals_oracle(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=3))
     queries = [data.draw(st.integers(1, length)) for length in lengths]
-    num_decodes = data.draw(st.integers(0, int(queries[0] <= 3)))
     page = data.draw(st.sampled_from([16, 32, 48, 64]))
     kv_heads = data.draw(st.sampled_from([1, 2]))
     policy = SelectionPolicy(
@@ -142,13 +137,11 @@ def test_any_selection_equals_oracle(data: st.DataObject) -> None:
         top_k=data.draw(st.integers(1, 4)),
         sel_block_size=page * data.draw(st.sampled_from([1, 2])),
         dense_below=data.draw(st.sampled_from([0, 100])),
-        query_tile=data.draw(st.integers(1, 300)),
+        query_tile=data.draw(st.integers(2, 300)),
     )
     group = data.draw(st.sampled_from([1, 3, 4, 7]))
-    case = make_case(
-        lengths, queries, num_decodes, heads=group * kv_heads, kv_heads=kv_heads, page_size=page
-    )
-    check_selection(case, queries, num_decodes, policy)
+    case = make_case(lengths, queries, 0, heads=group * kv_heads, kv_heads=kv_heads, page_size=page)
+    check_selection(case, queries, 0, policy)
 
 
 @settings(max_examples=25, deadline=None)
@@ -181,8 +174,8 @@ def test_chunks_of_whole_tiles_select_the_same(data: st.DataObject) -> None:
 def test_keys_past_a_sequence_are_left_out(name: str) -> None:
     case = make_case([300], [120], 0)
     expected = select_blocks(case.q, case.k_cache, case.batch, POLICIES[name])[0]
-    page = case.batch.block_table[0, 300 // 32]
-    case.k_cache[page, :, 300 % 32 :] = float("nan")
+    page = case.batch.block_table[0, 300 // 64]
+    case.k_cache[page, :, 300 % 64 :] = float("nan")
     found = select_blocks(case.q, case.k_cache, case.batch, POLICIES[name])[0]
     assert torch.equal(found, expected)
 
@@ -194,7 +187,7 @@ def test_a_key_that_one_query_wants_is_found_among_candidates() -> None:
     wanted = 8.0 * torch.nn.functional.normalize(torch.randn(32), dim=0)
     case.q[47] = wanted  # the last of the 2 positions that it stands for
     for position, key in ((200, wanted), (201, -wanted)):
-        case.k_cache[case.batch.block_table[0, position // 32], :, position % 32] = key
+        case.k_cache[case.batch.block_table[0, position // 64], :, position % 64] = key
     assert policy.listed_blocks >= 512 // policy.sel_block_size  # all are candidates
     chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)[0]
     assert 200 // policy.sel_block_size in chosen[0, 0].tolist()
@@ -252,7 +245,8 @@ def test_chunks_on_tile_boundaries_change_nothing(name: str) -> None:
         )
         part = Case(whole.q[begin:end], whole.k_cache, whole.v_cache, whole.k_summary, batch)
         got[begin:end] = run(part, policy)
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    by_parts = name == "topk_token"  # which are merged in other places
+    torch.testing.assert_close(got, expected, atol=1e-5 if by_parts else 1e-6, rtol=1e-5)
 
 
 def test_prefill_with_tile_one_equals_decodes() -> None:
@@ -325,7 +319,7 @@ def test_pages_that_no_block_fits() -> None:
         paged_attention(case.q, cache, cache, case.batch, SelectionPolicy())
 
 
-SUMMARY = torch.zeros(8, 2, 128, dtype=torch.uint8)
+SUMMARY = torch.zeros(6, 2, 400, dtype=torch.uint8)
 
 
 def _arguments() -> dict[str, object]:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import PagedBatch, SelectionPolicy, StepPolicy, attend_segment
+from sparsek_kernels.paged import PagedBatch, SelectionPolicy, StepPolicy, attend_segment, scratch
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, first_sparse, plan_step, split_queries
+from sparsek_kernels.paged.plan import Segment, everything, first_sparse, plan_step, split_queries
 from tests.kernels.paged.cache_cases import make_case, run
 
 EVERYTHING = SelectionPolicy()
@@ -158,7 +158,7 @@ def test_segments_attended_one_by_one_make_the_step(size: int) -> None:
     policy = SelectionPolicy(
         num_sink=16, window_size=20, top_k=1, sel_block_size=size, dense_below=64, dense_last=10
     )
-    case = make_case([300, 60, 410, 333, 8], [1, 60, 400, 40, 8], 1, page_size=96)
+    case = make_case([300, 60, 410, 333, 8], [1, 60, 400, 40, 8], 1, page_size=192)
     step = StepPolicy.of(policy)
     found = plan_step(case.batch, step)
     assert [segment.policy.is_dense for segment in found] == [False, True, False, True, True, True]
@@ -191,3 +191,19 @@ def test_bounds_of_lengths_are_enough() -> None:
         (0, [100], EVERYTHING),
         (0, [200], TOPK),
     ]
+
+
+def test_prompts_by_records_are_tokens_where_they_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_ROW_ELEMENTS", 1)
+    rule = TOPK.by_records(4)
+    batch = make_batch([500, 200, 620, 640], [1, 150, 20, 3], 1)
+    decodes, whole, *parts = plan_step(batch, StepPolicy(rule, rule))
+    assert (decodes.rows, decodes.policy) == (slice(None), rule)
+    assert (whole.policy, whole.batch.seq_lens.tolist()) == (everything(rule), [200])
+    assert [part.rows for part in parts] == [slice(151, 167), slice(167, 174)]
+    assert all(part.policy == rule and not part.batch.num_prefills for part in parts)
+    lengths = torch.cat([part.batch.seq_lens for part in parts])
+    assert lengths.tolist() == [*range(601, 621), 638, 639, 640]
+    assert [len(part.batch.block_table) for part in parts] == [16, 7]
+    pages = torch.cat([part.batch.block_table for part in parts])
+    assert torch.equal(pages, batch.block_table[[2] * 20 + [3] * 3])

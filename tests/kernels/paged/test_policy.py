@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_kernels.paged import CELL_SIZE, SelectionPolicy, StepPolicy
-from sparsek_kernels.paged.reference import select_blocks_reference, visible_reference
+from sparsek_kernels.paged.reference import visible_reference
 
 policies = st.one_of(
     st.just(SelectionPolicy()),
@@ -59,6 +59,15 @@ def test_arrays_follow_the_rule_of_their_positions(
     assert array.tolist() == tensor.tolist() == positions
 
 
+def earliest(
+    q: torch.Tensor, k: torch.Tensor, positions: list[int], policy: SelectionPolicy, scale: float
+) -> list[list[int]] | None:
+    """The first blocks that compete."""
+    first = policy.candidate_range(positions[0])[0]
+    chosen = list(range(first, first + policy.scored_blocks))
+    return None if policy.sees_all(positions[0]) else [chosen] * k.shape[1]
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     policy=st.builds(
@@ -78,9 +87,9 @@ def test_the_attended_tokens_are_as_many_as_the_oracle_sees(
     generator = torch.Generator().manual_seed(length)
     q = torch.randn(length, 4, 8, generator=generator)
     k = torch.randn(length, 2, 8, generator=generator)
-    for rule in (policy, policy.per_token()):
+    for rule in (policy, policy.per_token(), policy.by_records(32)):
         positions = list(range(length))
-        seen = visible_reference(q, k, positions, rule, 8**-0.5, select_blocks_reference).sum(-1)
+        seen = visible_reference(q, k, positions, rule, 8**-0.5, earliest).sum(-1)
         expected = rule.attended_tokens(torch.arange(length))
         assert torch.equal(seen, expected[:, None].expand(-1, 2))
 
@@ -157,11 +166,11 @@ def test_decoded_tokens_have_a_budget_of_their_own() -> None:
 
 def test_one_policy_serves_both_phases() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=40, dense_last=64)
-    assert StepPolicy.of(policy) == StepPolicy(policy, policy.per_token())
+    assert StepPolicy.of(policy) == StepPolicy(policy, policy.by_records(40 * 64))
     window = replace(policy, top_k=0)
     assert StepPolicy.of(window) == StepPolicy(window, replace(window, dense_last=0))
     alone = replace(policy, query_tile=1)  # prefills select as decoded tokens do
-    assert StepPolicy.of(alone) == StepPolicy(policy.per_token(), policy.per_token())
+    assert StepPolicy.of(alone) == StepPolicy(*[policy.by_records(40 * 64)] * 2)
     both = StepPolicy(policy, policy.per_token(10))
     assert StepPolicy.of(both) is both
 

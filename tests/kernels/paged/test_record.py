@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import PageRecords, SelectionPolicy, write_index
-from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged import PageRecords, SelectionPolicy, write_index, write_kv
+from sparsek_kernels.paged.index.page_records import write_records as write
 from sparsek_kernels.paged.record import (
     encode,
     page_bytes,
@@ -32,12 +32,6 @@ from tests.kernels.paged.record_cases import (
 )
 
 POLICY = SelectionPolicy(num_sink=64, window_size=64, top_k=4).by_records(64)
-
-
-def write(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch
-) -> None:
-    write_index(k_cache, v_cache, k_summary, batch, POLICY, PageRecords())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -173,19 +167,30 @@ def test_bytes_of_a_page() -> None:
 
 def test_what_does_not_fit() -> None:
     pages = make_pages([70])
-    batch = pages.batch([0], [70])
+    rows = pages.keys[0][:1], pages.values[0][:1]
     k_cache, v_cache, k_summary = pages.k_cache, pages.v_cache, pages.k_summary
-    least = page_bytes(64, 32)
+    least, slots = page_bytes(64, 32), torch.tensor([5])
     with pytest.raises(ValueError, match=f"k_summary: expected at least {least} bytes .*, got 16"):
-        write(k_cache, v_cache, k_summary[..., :16], batch)
+        write_kv(*rows, k_cache, v_cache, k_summary[..., :16], slots)
+    moved = torch.zeros(4, 2, least + 8, dtype=torch.uint8)[..., 8:]
     with pytest.raises(ValueError, match=r"k_summary: .* at multiples of 16 bytes, got offset 8"):
-        write(k_cache, v_cache, torch.zeros(4, 2, least + 8, dtype=torch.uint8)[..., 8:], batch)
+        write_kv(*rows, k_cache, v_cache, moved, slots)
     with pytest.raises(ValueError, match=r"v_cache: expected rows as wide as .* 24"):
-        write(k_cache, v_cache[..., :24], k_summary, batch)
+        write_kv(rows[0], rows[1][..., :24], k_cache, v_cache[..., :24], k_summary, slots)
     with pytest.raises(ValueError, match="page_size: expected a multiple of 64"):
-        write(k_cache[:, :, :32], v_cache[:, :, :32], k_summary, batch)
+        write_kv(*rows, k_cache[:, :, :32], v_cache[:, :, :32], k_summary, slots)
     with pytest.raises(ValueError, match="policy: expected query_tile = 1 with PageRecords, got"):
         PageRecords().check(SelectionPolicy(window_size=64, top_k=4), k_cache)
+    batch = pages.batch([0], [70])
+    with pytest.raises(ValueError, match="index: expected one that write_kv does not serve, got P"):
+        write_index(k_cache, v_cache, k_summary, batch, POLICY, PageRecords())
+
+
+def test_padding_writes_nothing() -> None:
+    pages = make_pages([64, 64])
+    pages.step([0, 0], [64, 63], write)
+    write(pages.k_cache, pages.v_cache, pages.k_summary, torch.tensor([-1, -1]))
+    assert torch.equal(pages.records, pages.expected([64, 0]))
 
 
 def test_more_bytes_than_needed() -> None:

@@ -36,7 +36,6 @@ from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
-from sparsek_kernels.paged.index.key_means import launch as key_means_launch
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.page_records import launch_sm80
 from sparsek_kernels.paged.index.page_records import launch_write as records_launch
@@ -48,20 +47,20 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.record import page_bytes
 from sparsek_kernels.paged.write import launch as write_launch
 from tests.kernels.barriers import require_lasting_barriers
-from tests.kernels.launched import run_launched
+from tests.kernels.launched import run_launched, write_launched
 from tests.kernels.paged.gate_cases import make_gates
 
 KERNELS = {
     "write_kv_kernel": write_launch,
     "write_records_kernel": records_launch,
     "score_records_kernel": choose_launch,
+    "total_kernel": choose_launch,
     "rank_cells_kernel": choose_launch,
     "list_cells_kernel": choose_launch,
     "tail_kernel": choose_launch,
     "weigh_cells_kernel": launch_sm80,
     "cut_cells_kernel": launch_sm80,
     "attend_kernel": attend_launch,
-    "decode_logits_kernel": key_means_launch,
     "top_blocks_kernel": index_launch,
     "listed_masses_kernel": launch_probabilities,
     "rank_blocks_kernel": launch_probabilities,
@@ -85,6 +84,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.uint8: "*u8",
@@ -263,25 +263,12 @@ def launches(
             with hopper_kernels(True):
                 special = ("attend_hopper_kernel", "listed_masses_sm90_kernel", *HOPPER_SCORES)
                 seen += [r for r in record(step, arch, sms) if r.name in special]
-    pages, heads, page_size, _ = problem.k_cache.shape
-    room = torch.empty(pages, heads, page_bytes(page_size, head_dim), dtype=torch.uint8)
-    seen += record(
-        lambda: records_launch.write_records(problem.k_cache, problem.v_cache, room, problem.batch),
-        arch,
-        sms,
-    )
-    seen += record(
-        lambda: write_launch.write_kv(
-            problem.keys[0],
-            problem.values[0],
-            problem.k_cache,
-            problem.v_cache,
-            problem.k_summary,
-            problem.slots[0],
-        ),
-        arch,
-        sms,
-    )
+    for request in (0, 1):  # few tokens, and many
+        written = (problem.keys[request], problem.values[request], problem.k_cache, problem.v_cache)
+        write = functools.partial(
+            write_launched, *written, problem.k_summary, problem.slots[request]
+        )
+        seen += record(write, arch, sms)
     return seen
 
 
@@ -317,6 +304,16 @@ def learned_launches(
     return seen
 
 
+class OneRank:
+    """Ranks of which there is one."""
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x[None]
+
+
 def sharded_launches(arch: int) -> list[Recorded]:
     """What decodes over the pages of one rank launch, for each kind of policy."""
     problem = make_problem(
@@ -336,7 +333,7 @@ def sharded_launches(arch: int) -> list[Recorded]:
         SelectionPolicy(num_sink=4, window_size=1024),
     ):
         lse = torch.empty(problem.q.shape[:2])
-        operands = problem.operands(torch.empty(problem.q.shape), lse=lse, largest=lambda x: x)
+        operands = problem.operands(torch.empty(problem.q.shape), lse=lse, ranks=OneRank())
         step = functools.partial(attend_phases, operands, problem.batch, policy)
         seen += record(step, arch, 132)
     return seen
@@ -345,12 +342,12 @@ def sharded_launches(arch: int) -> list[Recorded]:
 def cell_launches(
     arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
 ) -> list[Recorded]:
-    """What attends cells of two keys and a tail: few requests, many, and pages of one rank."""
+    """What attends cells of two keys and a tail: few requests, many, pages of one rank, drafts."""
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32).by_records(4096)
     seen: list[Recorded] = []
-    for requests, sharded in ((1, False), (32, False), (1, True)):
+    for requests, tokens, sharded in ((1, 1, False), (32, 1, False), (1, 1, True), (4, 4, False)):
         problem = make_problem(
-            [(1, 2400)] * requests,
+            [(tokens, 2400)] * requests,
             num_decodes=requests,
             heads=8,
             group=group,
@@ -361,7 +358,7 @@ def cell_launches(
             cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
         )
         shape = (requests, 8, policy.scored_blocks)
-        logits = torch.empty(requests, 8 * group, 2048)
+        logits = torch.empty(requests * tokens, 8 * group, 2048)
         records = torch.empty(1, 8, 1536, dtype=torch.uint8)
         chosen = Chosen(torch.empty(shape, dtype=torch.int32), Tail(logits, records))
         lse = torch.empty(problem.q.shape[:2]) if sharded else None
@@ -401,6 +398,9 @@ def choice_launches(
         call = functools.partial(choose_launch.select, operands, Segment(problem.batch, policy))
         with mock.patch.object(choose_launch, "_fits", return_value=False):
             seen += record(call, arch, 132)
+        shared = dataclasses.replace(operands, ranks=OneRank())
+        call_shared = functools.partial(choose_launch.select, shared, call.args[1])
+        seen += [one for one in record(call_shared, arch, 132) if "SHARDED" in one.kwargs]
         at_once = record(call, arch, 132)
         seen += [
             launched

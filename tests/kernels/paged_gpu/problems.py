@@ -15,7 +15,6 @@ from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from tests.kernels.launched import attend_launched, select_launched
-from tests.kernels.worst_sketch import worst_sketch
 
 
 @dataclass
@@ -79,7 +78,10 @@ def select_phases(
         assert index is not None
         chosen = select_launched(operands, segment, index).indices
         lengths = zip(*host_lengths(segment.batch), strict=True)
-        tiles = [segment.policy.num_tiles(length - new, length) for length, new in lengths]
+        tiles = [
+            1 if segment.by_request else segment.policy.num_tiles(length - new, length)
+            for length, new in lengths
+        ]
         found += chosen[: sum(tiles)].split(tiles)
     return found
 
@@ -94,7 +96,7 @@ def make_caches(
     head_major: bool,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One buffer per page: K beside V per token, then the sketch; all poisoned."""
+    """One buffer per page: K beside V per token, then room for summaries; all poisoned."""
     dtype = cache_dtype or dtype
     body = heads * page_size * 2 * dim
     each = summary_bytes(page_size, dim)
@@ -108,7 +110,7 @@ def make_caches(
     kv = buffer.as_strided((pages, heads, page_size, 2 * dim), body_strides)
     behind = buffer.view(torch.uint8)[:, body * dtype.itemsize :]
     summary = behind[:, : heads * each].unflatten(1, (heads, each))
-    summary.copy_(worst_sketch(page_size, dim))
+    summary.fill_(255)  # in a record, NaN
     return kv[..., :dim], kv[..., dim:], summary
 
 
@@ -119,7 +121,7 @@ def make_problem(
     heads: int = 2,
     group: int = 2,
     dim: int = 32,
-    page_size: int = 16,
+    page_size: int = 64,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     head_major: bool = False,

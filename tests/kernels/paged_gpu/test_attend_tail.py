@@ -28,8 +28,8 @@ PAIRS = SelectionPolicy(num_sink=20, window_size=40, top_k=60, query_tile=64).by
 FOURS = replace(PAIRS, sel_block_size=4, top_k=32)  # whole pieces of 64 keys
 WIDE = replace(FOURS, window_size=100, num_sink=0, top_k=9, dense_below=400)
 WHOLE = replace(PAIRS, sel_block_size=64, top_k=2)
-MIXED = [(1, 900), (4, 777), (1, 200), (1, 640), (2, 66)]
-"""New tokens and lengths of requests, of which some see everything."""
+MIXED = [(1, 900), (4, 770), (1, 200), (3, 402), (1, 640), (2, 66)]
+"""New tokens and lengths of requests, of which some see everything, and some cross segments."""
 
 
 @dataclass
@@ -79,12 +79,13 @@ def make_case(
             for request, (new, length) in enumerate(lengths)
             for position in range(length - new, length)
         ]
-    indices = torch.full((max(rows) + 1, heads, policy.scored_blocks), -1, dtype=torch.int32)
+    lists = len(lengths) if decode else max(rows) + 1
+    indices = torch.full((lists, heads, policy.scored_blocks), -1, dtype=torch.int32)
     per_page = max(page_size // SEGMENT, 1)
     shape = (problem.k_cache.shape[0], heads, per_page * record_bytes(dim) + 32)
     records = torch.full(shape, 255, dtype=torch.uint8)
     segments = max(length for _, length in lengths) // SEGMENT + 3
-    logits = torch.full((len(indices), num_heads, segments), float("nan"))
+    logits = torch.full((max(rows) + 1, num_heads, segments), float("nan"))
     k_cache, v_cache = problem.k_cache.cpu().clone(), problem.v_cache.cpu().clone()
     unread = torch.ones(problem.k_cache.shape[:3], dtype=torch.bool)
     wanted = torch.empty(problem.q.shape, dtype=torch.float64)
@@ -100,15 +101,17 @@ def make_case(
             key = torch.arange(length)
             visible = (key <= position).expand(1, heads, length).clone()
             extra = None
-            if not policy.sees_all(position):
-                first, last = policy.candidate_range(position)
+            start = length - new if decode else position  # where a list's first token is
+            if not policy.sees_all(start):
+                first, last = policy.candidate_range(start)
                 block = key // policy.sel_block_size
+                chosen = indices[request if decode else rows[token]]
                 for head in range(heads):
-                    cells = torch.randperm(last - first, generator=draw) + first
-                    cells = cells[: policy.scored_blocks].sort().values
-                    indices[rows[token], head] = cells
+                    if position == start:
+                        cells = torch.randperm(last - first, generator=draw) + first
+                        chosen[head] = cells[: policy.scored_blocks].sort().values
                     forced = (block < policy.sink_blocks) | (block >= last)
-                    visible[0, head] &= forced | torch.isin(block, cells)
+                    visible[0, head] &= forced | torch.isin(block, chosen[head])
                 far = range(
                     first * policy.sel_block_size // SEGMENT,
                     last * policy.sel_block_size // SEGMENT,
@@ -180,6 +183,8 @@ CASES: dict[str, tuple[list[tuple[int, int]], SelectionPolicy, dict[str, Any]]] 
     "fours": (MIXED, FOURS, {"group": 1, "dim": 64, "page_size": 128, "head_major": True}),
     "fours-d80": (MIXED[:2], FOURS, {"dim": 80, "sinks": True}),
     "wide": (MIXED, WIDE, {"page_size": 128, "dim": 128}),
+    "wide-group": (MIXED[:4], PAIRS, {"group": 24}),
+    "many-tokens": ([(20, 400), (5, 777)], PAIRS, {"group": 4}),
     "segments": (MIXED, WHOLE, {"page_size": 128, "group": 4}),
     "nothing-left": ([(2, 700)], PAIRS, {"nothing_left": True}),
     "no-tail": (MIXED, PAIRS, {"tail": False}),

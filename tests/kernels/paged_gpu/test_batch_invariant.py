@@ -14,21 +14,24 @@ import torch
 from aot import record
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import InfLLM, KeyMeans, Seer, paged_attention
+from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention
 from sparsek_kernels.paged import scratch as runtime
 from sparsek_kernels.paged.api import _check_invariance
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.write import launch as write_launch
-from tests.kernels.launched import run_launched
+from sparsek_kernels.paged.record import page_bytes
+from tests.kernels.launched import run_launched, write_launched
 from tests.kernels.paged.gate_cases import make_gates
+from tests.kernels.paged.records_oracle import decode_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(
     num_sink=4, window_size=20, top_k=3, sel_block_size=32, query_tile=32, dense_below=232
 )
+TENSORS = ("block_table", "seq_lens", "cu_seqlens_q")
 SMALL = {
     "dense": SelectionPolicy(),
     "window": SelectionPolicy(num_sink=3, window_size=50, dense_below=232),
@@ -104,6 +107,29 @@ class Company:
         return list(out.split([len(piece.rows) for piece in pieces]))
 
 
+class RecordCompany(Company):
+    """Requests that choose by records, which pages have of complete segments alone."""
+
+    def serve(
+        self, pieces: list[Piece], max_seq_len: int | None = None, *, batch_invariant: bool = True
+    ) -> list[torch.Tensor]:
+        k_cache, v_cache = self.problem.k_cache, self.problem.v_cache
+        pages, heads, page_size, dim = k_cache.shape
+        shape = (pages, heads, page_bytes(page_size, dim))
+        records = torch.full(shape, 255, dtype=torch.uint8, device=k_cache.device)
+        for piece in pieces:
+            position = torch.arange(piece.seq_len, device=k_cache.device)
+            pages = self.problem.batch.block_table[piece.request].long()
+            slots = pages[position // page_size] * page_size + position % page_size
+            write_records(k_cache, v_cache, records, slots)
+        self.problem = replace(self.problem, k_summary=records)
+        return super().serve(pieces, max_seq_len, batch_invariant=batch_invariant)
+
+
+def company_of(problem: Problem, policy: SelectionPolicy) -> Company:
+    return (RecordCompany if policy.alignment else Company)(problem, policy)
+
+
 def answers(company: Company, cuts: list[int], *, batch_invariant: bool) -> Iterator[torch.Tensor]:
     """Request 0's new tokens, served in many ways; the others are a decode and a prefill."""
 
@@ -130,7 +156,7 @@ def answers(company: Company, cuts: list[int], *, batch_invariant: bool) -> Iter
 @pytest.mark.parametrize("policy", SMALL)
 def test_a_row_has_one_result(policy: str) -> None:
     problem = make_problem(
-        [(9, 236), (1, 270), (5, 50)], page_size=32, heads=1, group=3, device=DEVICE
+        [(9, 236), (1, 270), (5, 50)], page_size=64, heads=1, group=3, device=DEVICE
     )
     sinks = torch.tensor([-1.0, 0.5, 6.0], device=DEVICE)
     company = Company(problem, SMALL[policy], sinks)
@@ -145,8 +171,26 @@ def test_a_row_has_one_result(policy: str) -> None:
     assert (alone.double().cpu() - want).abs().max() < oracle_check.TOLERANCE[torch.float32]
 
 
+def test_a_row_by_records_has_one_result() -> None:
+    """A chunk of one completes a segment; others end before, or are attended whole."""
+    shape: dict[str, Any] = {"page_size": 64, "heads": 1, "group": 3, "device": DEVICE}
+    problem = make_problem([(9, 516), (1, 450), (5, 50)], **shape)
+    sinks = torch.tensor([-1.0, 0.5, 6.0], device=DEVICE)
+    policy = replace(TOP_K, dense_below=509).by_records(32)
+    company = RecordCompany(problem, policy, sinks)
+    alone, *others = answers(company, [1, 6], batch_invariant=True)
+    assert alone.isfinite().all()
+    for place, other in enumerate(others):
+        assert torch.equal(alone[-other.shape[0] :], other), place
+    tokens = problem.batch.by_token(0, 9)
+    tokens = replace(tokens, **{name: getattr(tokens, name).cpu() for name in TENSORS})
+    q, k_cache, v_cache = (x.cpu() for x in (problem.q[:9], problem.k_cache, problem.v_cache))
+    want = decode_reference(q, k_cache, v_cache, tokens, policy, q.shape[2] ** -0.5, sinks.cpu())
+    assert (alone.double().cpu() - want).abs().max() < 1e-3  # logits of vectors are in 16 bits
+
+
 def test_a_step_in_slices_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem([(37, 210), (1, 240)], page_size=32, heads=1, device=DEVICE)
+    problem = make_problem([(37, 210), (1, 240)], page_size=64, heads=1, device=DEVICE)
     company = Company(problem, TOP_K)
     pieces = [company.whole(1), company.whole(0)]
     whole = company.serve(pieces)
@@ -164,7 +208,7 @@ def test_a_step_in_slices_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_outside_a_part_are_left_alone() -> None:
-    problem = make_problem([(5, 70), (9, 150), (4, 90)], page_size=32, device=DEVICE)
+    problem = make_problem([(5, 70), (9, 150), (4, 90)], page_size=64, device=DEVICE)
     oracle_check.fill(problem)
 
     def attend(batch: PagedBatch) -> torch.Tensor:
@@ -180,15 +224,15 @@ def test_rows_outside_a_part_are_left_alone() -> None:
 def test_pages_are_filled_alike_whatever_the_chunks(dtype: torch.dtype) -> None:
     filled = []
     for cuts in ((1.0,), (0.13, 0.5, 0.501, 0.73, 1.0), tuple(i / 77 for i in range(1, 78))):
-        problem = make_problem([(1, 77), (1, 50)], page_size=32, dtype=dtype, device=DEVICE)
-        oracle_check.fill(problem, cuts, write=write_launch.write_kv)
+        problem = make_problem([(1, 77), (1, 50)], page_size=64, dtype=dtype, device=DEVICE)
+        oracle_check.fill(problem, cuts, write=write_launched)
         filled.append((problem.k_cache, problem.v_cache, problem.k_summary))
     for other in filled[1:]:
         for mine, theirs in zip(filled[0], other, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("policy", SMALL)
+@pytest.mark.parametrize("policy", [*SMALL, "records"])
 @pytest.mark.parametrize(("heads", "group"), [(8, 4), (2, 24)])
 def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> None:
     """As on a large GPU, where a step of few tokens would be split and one of many would not."""
@@ -199,9 +243,12 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
         ([(1, 300)] * 33 + [(500, 600)], 33),
         ([(4000, 20_000), (1, 1), (77, 77)], 0),
     ]
-    page_size, width = 32, 1000
+    by_records = policy not in SMALL
+    rule = TOP_K.by_records(4096) if by_records else SMALL[policy]
+    page_size, width = 64, 1000
     cache = torch.empty(4, heads, page_size, 128, dtype=torch.bfloat16)
-    summary = torch.empty(4, heads, summary_bytes(page_size, 128), dtype=torch.uint8)
+    size = page_bytes if by_records else summary_bytes
+    summary = torch.empty(4, heads, size(page_size, 128), dtype=torch.uint8)
     seen: dict[str, list[dict[str, object]]] = {}
     for lengths, decodes in steps:
         counts = [count for count, _ in lengths]
@@ -219,13 +266,13 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
 
         def step(batch: PagedBatch = batch, q: torch.Tensor = q) -> None:
             operands = PagedOperands(q, cache, cache, torch.empty_like(q), 0.1, summary)
-            run_launched(operands, batch, SMALL[policy], batch_invariant=True)
+            run_launched(operands, batch, rule, batch_invariant=True)
 
         launched = record(step, 90, 132)
         assert launched
         for one in launched:
             seen.setdefault(one.name, []).append(one.kwargs)
-    assert len(seen) == (3 if SMALL[policy].selects_blocks else 1)
+    assert len(seen) == (6 if rule.selects_blocks else 1)
     for kernel, options in seen.items():
         assert all(each == options[0] for each in options), kernel
 
@@ -245,7 +292,7 @@ def test_a_cpu_refuses() -> None:
 
 def test_indexers_whose_scores_round_by_the_batch_are_refused() -> None:
     on_gpu: Any = SimpleNamespace(is_cuda=True)
-    for index in (None, KeyMeans()):
+    for index in (None, PageRecords()):
         _check_invariance(on_gpu, index)
     for index in (InfLLM(), Seer(make_gates(1, 1, 32))):
         name = type(index).__name__
@@ -273,13 +320,13 @@ def large_problem(lengths: list[tuple[int, int]]) -> Problem:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "policy",
-    [SelectionPolicy(), replace(LARGE, top_k=0), LARGE],
-    ids=["dense", "window", "topk"],
+    [SelectionPolicy(), replace(LARGE, top_k=0), LARGE, LARGE.by_records(1024)],
+    ids=["dense", "window", "topk", "records"],
 )
 def test_real_sizes(policy: SelectionPolicy) -> None:
     """Request 0's rows begin before ``dense_below`` and end at 4.5k, or at 20k."""
     for length in (4500, 20_000):
-        company = Company(large_problem([(512, length), (1, 17_000), (48, 9000)]), policy)
+        company = company_of(large_problem([(512, length), (1, 17_000), (48, 9000)]), policy)
         alone, *others = answers(company, [16, 17, 81, 209, 448], batch_invariant=True)
         assert alone.isfinite().all()
         for place, other in enumerate(others):
@@ -287,11 +334,13 @@ def test_real_sizes(policy: SelectionPolicy) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_step() -> None:
+@pytest.mark.parametrize("policy", [LARGE, LARGE.by_records(1024)], ids=["topk", "records"])
+def test_a_captured_step(policy: SelectionPolicy) -> None:
     """A graph of four decodes, captured for short contexts and replayed over long ones."""
-    problem = large_problem([(256, 12_000), (1, 17_000), (1, 90)])
-    company = Company(problem, LARGE)
+    company = company_of(large_problem([(256, 12_000), (1, 17_000), (1, 90)]), policy)
     (alone,) = company.serve([company.whole(0)])
+    company.serve([company.whole(1), company.whole(0)])  # whose records then are in the pages
+    problem = company.problem
     rows = [255, 3]
     pieces = [company.whole(1), *(company.piece(0, row, row + 1) for row in rows)]
     pieces.append(replace(company.whole(2), seq_len=0))
@@ -305,7 +354,7 @@ def test_a_captured_step() -> None:
             problem.k_cache,
             problem.v_cache,
             batch,
-            LARGE,
+            policy,
             k_summary=problem.k_summary,
             out=out,
             batch_invariant=True,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import Gates, Indexer, InfLLM, KeyMeans, Seer, SelectionPolicy, scratch
+from sparsek_kernels.paged import Gates, Indexer, InfLLM, Seer, SelectionPolicy, scratch
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.plan import Segment
 from tests.kernels.launched import select_launched
@@ -20,7 +20,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS, BOUND, WIDTH = [1500, 900], 200, 16
 """Lengths on the device, what the host takes for the longest, and the scores of a row for that."""
 ROWS = {
-    "key_means": {"logits": 4},  # of every query head
     "infllm": {"averages": 4 * 2, "scores": 2},  # two averages for each block; of every KV head
     "seer": {"gate logits": 2},
 }
@@ -33,8 +32,6 @@ def prepare(name: str) -> tuple[Problem, Indexer]:
         infllm_check.fill(problem)
         return problem, InfLLM()
     oracle_check.fill(problem)
-    if name == "key_means":
-        return problem, KeyMeans()
     gates = make_gates(2, 2, problem.q.shape[2])
     gates = Gates(*(None if x is None else x.to(DEVICE) for x in gates.tensors))
     whole = infllm_check.part_of(problem.batch, [0, 0], LENGTHS, DEVICE)
@@ -46,9 +43,7 @@ def prepare(name: str) -> tuple[Problem, Indexer]:
 def test_scores_end_with_their_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, index = prepare(name)
     batch = replace(problem.batch, max_seq_len=BOUND, _derived={})
-    rule = SelectionPolicy(
-        num_sink=32, window_size=40, top_k=3, sel_block_size=32, query_tile=1
-    ).per_token(sel_block_size=16 if name == "key_means" else 32)
+    rule = SelectionPolicy(num_sink=32, window_size=40, top_k=3, sel_block_size=32, query_tile=1)
     monkeypatch.setattr(scratch, "_workspaces", {})
 
     def select() -> torch.Tensor:

@@ -14,7 +14,6 @@ from sparsek_kernels.paged.config import (
     shared_memory,
 )
 from sparsek_kernels.paged.index.config import top_warps
-from sparsek_kernels.paged.index.key_means.config import logits_config
 from sparsek_kernels.paged.index.two_step.config import score_bytes, score_config
 
 ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])
@@ -99,22 +98,6 @@ def test_scores(**shape: int) -> None:
     row_bytes = next_power_of_2(shape["head_dim"]) * shape["itemsize"]
     needed = score_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
     assert needed <= shared_memory(shape["arch"])
-
-
-@given(
-    requests=st.integers(1, 1024),
-    num_kv_heads=st.integers(1, 16),
-    group=st.integers(1, 16),
-    head_dim=st.sampled_from([64, 128, 256]),
-    queries=st.integers(1, 8),
-    vectors=st.integers(1, 64),
-    num_sms=st.sampled_from([20, 132]),
-)
-def test_logits(**shape: int) -> None:
-    config = logits_config(**shape)
-    check(config, shape["group"], least=8)  # queries are the columns of the product
-    programs = shape["requests"] * shape["num_kv_heads"]
-    assert config.splits == 1 or config.splits * programs <= 6 * shape["num_sms"]
 
 
 @given(programs=st.integers(0, 10000), pieces=st.integers(0, 20000), resident=st.integers(1, 1000))

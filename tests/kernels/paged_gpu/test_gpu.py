@@ -17,11 +17,9 @@ from sparsek_backend.bench.ops.paged_inputs import (
 )
 from sparsek_kernels.paged import paged_attention, select_blocks
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.index.key_means.sketch import sketch_pages
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.write import launch as write_launch
+from tests.kernels.launched import write_launched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,7 +81,7 @@ def test_speculative_and_sinks() -> None:
 def test_last_queries_see_everything() -> None:
     problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
     oracle_check.fill(problem)
-    policy = replace(TOP_K, dense_last=70)
+    policy = oracle_check.without_records(replace(TOP_K, dense_last=70))
     got = paged_attention(
         problem.q,
         problem.k_cache,
@@ -168,7 +166,7 @@ def test_graph_replay_with_other_lengths() -> None:
     out = torch.empty_like(problem.q)
 
     def step() -> None:
-        write_launch.write_kv(
+        write_launched(
             problem.keys[0][-1:],
             problem.values[0][-1:],
             problem.k_cache,
@@ -190,56 +188,43 @@ def test_graph_replay_with_other_lengths() -> None:
         graph.replay()
         replayed = out.clone()
         torch.testing.assert_close(replayed, oracle_check.attend(problem, TOP_K), atol=0, rtol=0)
-        exact = replace(problem, batch=replace(problem.batch, max_seq_len=4000))
-        want = oracle_check.expected(exact, TOP_K, chosen=oracle_check.Chosen(exact, TOP_K))
-        assert (replayed.double().cpu() - want).abs().max() < 3e-2
 
 
 def test_a_million_tokens_of_context() -> None:
-    """Page offsets pass 2**31 elements, and 65,536 cells compete."""
+    """Page offsets pass 2**31 elements."""
     length, dim, page_size, heads = 1 << 20, 64, 64, 8
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
     pages = 2 * length // page_size
-    each = summary_bytes(page_size, dim)
-    body, tail = heads * page_size * 2 * dim, -(-heads * each // (4 * dim)) * 2 * dim
-    buffer = torch.empty(pages, body + tail, device="cuda", dtype=torch.bfloat16)
-    kv = buffer.as_strided(
-        (pages, heads, page_size, 2 * dim), (body + tail, page_size * 2 * dim, 2 * dim, 1)
-    )
+    body = heads * page_size * 2 * dim
+    buffer = torch.empty(pages, body, device="cuda", dtype=torch.bfloat16)
+    kv = buffer.view(pages, heads, page_size, 2 * dim)
     k_cache, v_cache = kv[..., :dim], kv[..., dim:]
-    summary = buffer[:, body:].view(torch.uint8)[:, : heads * each].unflatten(1, (heads, each))
     for first in range(0, pages, 4096):
         kv[first : first + 4096].normal_()
-        sketch_pages(k_cache[first : first + 4096], summary[first : first + 4096])
     assert buffer.numel() > 2**31
     table = torch.arange(pages - 1, pages - 1 - length // page_size, -1, device="cuda")
     inputs = PagedInputs(
-        q=torch.randn(101, heads * 2, dim, device="cuda", dtype=torch.bfloat16),
+        q=torch.randn(100, heads * 2, dim, device="cuda", dtype=torch.bfloat16),
         k_cache=k_cache,
         v_cache=v_cache,
-        k_summary=summary,
-        block_table=table.to(torch.int32)[None].repeat(2, 1),
-        query_lens=(1, 100),
-        seq_lens=(length - 5, length),
+        k_summary=torch.empty(pages, heads, 0, device="cuda", dtype=torch.uint8),
+        block_table=table.to(torch.int32)[None],
+        query_lens=(100,),
+        seq_lens=(length,),
         policy=policy,
     )
-    batch = inputs.batch(inputs.query_lens, inputs.seq_lens, 1)
+    batch = inputs.batch(inputs.query_lens, inputs.seq_lens, 0)
     out = torch.full_like(inputs.q, float("nan"))
-    operands = PagedOperands(inputs.q, k_cache, v_cache, out, dim**-0.5, summary)
+    operands = PagedOperands(inputs.q, k_cache, v_cache, out, dim**-0.5)
     attend_phases(operands, batch, policy)
-    chosen = select_blocks(inputs.q, k_cache, batch, policy, k_summary=summary)
+    (chosen,) = select_blocks(inputs.q, k_cache, batch, policy)
     begin = length - 100
-    groups = [(0, 0, range(1), range(length - 6, length - 5))]
     for index, base in enumerate(range(begin - begin % 64, length, 64)):
         where = range(max(begin, base), min(base + 64, length))
-        rows = range(1 + where.start - begin, 1 + where.stop - begin)
-        groups.append((1, index, rows, where))
-    for request, index, rows, where in groups:
-        rule = policy.per_token() if request == 0 else policy
+        rows = range(where.start - begin, where.stop - begin)
         for head in range(heads):
-            tile = Tile(request, head, rows, where)
-            mine = chosen[request][index, head].cpu()
-            wrong = wrong_selection(mine, inputs, tile, rule, decode=request == 0)
-            assert not wrong
-            want = attend_tile(inputs, tile, mine, rule, torch.float64)
+            tile = Tile(0, head, rows, where)
+            mine = chosen[index, head].cpu()
+            assert not wrong_selection(mine, inputs, tile, policy)
+            want = attend_tile(inputs, tile, mine, policy, torch.float64)
             assert (inputs.tile_rows(out, tile).double() - want).abs().max() < 2e-2

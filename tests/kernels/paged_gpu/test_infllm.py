@@ -219,7 +219,7 @@ def test_fp8_cache() -> None:
 
 @pytest.mark.parametrize("dim", [8, 40, 80, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 48, 64, 128])
-def test_means_fit_the_room_of_the_sketch(page_size: int, dim: int) -> None:
+def test_means_fit_the_room_of_pages(page_size: int, dim: int) -> None:
     room = torch.zeros(2, 3, summary_bytes(page_size, dim), dtype=torch.uint8)
     assert view_means(room, page_size, dim).shape == (2, 3, page_size // 16, dim)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,17 +11,19 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged import Chosen, PageRecords, SelectionPolicy
+from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.index.page_records import config, cpu, cpu_write, launch, launch_write
 from sparsek_kernels.paged.index.page_records.reference import choose_reference, key_reference
-from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.operands import PagedOperands, Ranks
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.record import page_bytes
+from tests.kernels.shared_pages import held_pages, on_ranks, own_scratch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 RULE = SelectionPolicy(num_sink=20, window_size=100, top_k=60, dense_below=300).by_records(256)
-MIXED = [(1, 900), (4, 1401), (1, 200), (1, 640), (2, 66)]
-"""New tokens and lengths of requests, of which some see everything."""
+MIXED = [(1, 900), (4, 1410), (1, 200), (1, 640), (3, 302), (2, 66), (2, 897)]
+"""New tokens and lengths of requests, of which some see everything, and some complete a segment."""
 
 
 @dataclass
@@ -51,17 +53,21 @@ def make_case(
         problem.v_cache[slots // page_size, :, slots % page_size] = v.to(problem.v_cache.dtype)
     size = page_bytes(page_size, dim)
     records = torch.zeros(pages, heads, size, dtype=torch.uint8, device=device)
-    everything = [(length, length) for _, length in lengths]
-    filling = make_problem(everything, num_decodes=0, device=device, **options).batch
-    filling.block_table.copy_(problem.batch.block_table)
     write = launch_write.write_records if triton else cpu_write.write_records_eager
-    write(problem.k_cache, problem.v_cache, records, filling)
+    write(problem.k_cache, problem.v_cache, records, torch.cat(problem.slots))
     out = torch.empty_like(problem.q)
     scale = dim**-0.5
     operands = PagedOperands(
         problem.q, problem.k_cache, problem.v_cache, out, scale, records, k_scale=1.0
     )
     return Case(problem, operands, Segment(problem.batch, policy))
+
+
+def first_positions(case: Case) -> list[int]:
+    """Of every new token, where its request's first one is."""
+    lengths, counts = host_lengths(case.problem.batch)
+    spans = zip(lengths, counts, strict=True)
+    return [end - count for end, count in spans for _ in range(count)]
 
 
 def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 0.02) -> None:
@@ -75,32 +81,34 @@ def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 
         count, length = batch.query_lens[request], batch.seq_lens_host[request]
         where = slots // page_size, slice(None), slots % page_size
         k, v = case.operands.k_cache[where].cpu(), case.operands.v_cache[where].cpu()
-        for position in range(length - count, length):
-            got = chosen.indices[token].cpu().tolist()
-            found = choose_reference(q[token].cpu(), k, v, position, policy, dim**-0.5)
-            if found is None:
-                assert all(set(row) == {-1} for row in got)
-                token += 1
-                continue
-            wanted, logits, _ = found
-            first, last = policy.candidate_range(position)
-            alike = torch.ones(heads, logits.shape[0] // heads, logits.shape[1], dtype=torch.bool)
-            for head in range(heads):
-                assert got[head] == sorted(set(got[head]))
-                assert len(got[head]) == policy.scored_blocks
-                assert first <= got[head][0]
-                assert got[head][-1] < last
-                other = set(got[head]) ^ set(wanted[head])
-                same = 1.0 - len(other) / 2 / len(wanted[head])
-                assert same >= exact, (request, position, head, same)
-                # Where another cell was chosen, what is left differs with it.
-                alike[head, :, [cell // 32 - first // 32 for cell in other]] = False
-            tails = chosen.tail.logits[token, :, first // 32 : last // 32].double().cpu()
-            tails *= math.log(2.0)
-            near = (tails - logits).abs() <= tolerance
-            both = torch.isinf(tails) & torch.isinf(logits)
-            assert (near | both)[alike.flatten(0, 1)].all()
-            token += 1
+        rows, position = slice(token, token + count), length - count
+        token = rows.stop
+        if not count:
+            continue
+        got = chosen.indices[request].cpu().tolist()
+        found = choose_reference(q[rows].cpu(), k, v, position, policy, dim**-0.5)
+        if found is None:
+            assert all(set(row) == {-1} for row in got)
+            continue
+        wanted, logits, _ = found
+        first, last = policy.candidate_range(position)
+        alike = torch.ones(heads, (last - first) // 32, dtype=torch.bool)
+        for head in range(heads):
+            assert got[head] == sorted(set(got[head]))
+            assert len(got[head]) == policy.scored_blocks
+            assert first <= got[head][0]
+            assert got[head][-1] < last
+            other = set(got[head]) ^ set(wanted[head])
+            same = 1.0 - len(other) / 2 / len(wanted[head])
+            assert same >= exact, (request, head, same)
+            # Where another cell was chosen, what is left differs with it.
+            alike[head, [(cell - first) // 32 for cell in other]] = False
+        tails = chosen.tail.logits[rows, :, first // 32 : last // 32].double().cpu()
+        tails *= math.log(2.0)
+        near = (tails - logits).abs() <= tolerance
+        both = torch.isinf(tails) & torch.isinf(logits)
+        alike = alike.repeat_interleave(q.shape[1] // heads, 0).expand(near.shape)
+        assert (near | both)[alike].all()
 
 
 SHAPES = [
@@ -207,5 +215,39 @@ def test_what_records_do_not_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="alignment 64 and sel_block_size 2"):
         PageRecords().check(tiles, case.operands.k_cache)
     prompt = make_problem([(5, 900)], num_decodes=0, group=4, heads=1, dim=64)
-    with pytest.raises(NotImplementedError, match="query_tile"):
+    with pytest.raises(ValueError, match=r"segment: .* plan the step by plan_step"):
         PageRecords().select(case.operands, Segment(prompt.batch, RULE))
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_ranks_choose_what_one_does(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has every third page of a sequence, and the tails of its own segments."""
+    case = make_case(MIXED, group=3, heads=2, dim=64, page_size=page_size)
+    batch, policy = case.problem.batch, case.segment.policy
+    monkeypatch.setattr(launch, "_fits", lambda *_: False)
+    alone = launch.select(case.operands, case.segment)
+    assert alone.tail is not None
+    indices, logits = alone.indices.clone(), alone.tail.logits.clone()
+    caches = (case.operands.k_cache, case.operands.v_cache, case.operands.summary)
+
+    monkeypatch.setattr(launch, "workspace", own_scratch)
+
+    def one(rank: int, group: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+        (k_cache, v_cache, records), held = held_pages(caches, batch, rank, 3)
+        operands = replace(
+            case.operands, k_cache=k_cache, v_cache=v_cache, k_summary=records, ranks=group
+        )
+        chosen = launch.select(operands, Segment(held, policy))
+        assert chosen.tail is not None
+        return chosen.indices, chosen.tail.logits
+
+    found, calls = on_ranks(3, one)
+    assert calls == 2  # totals and keys, of all tokens together
+    assert all(torch.equal(mine, indices) for mine, _ in found)
+    tails = torch.stack([mine for _, mine in found])
+    for token, position in enumerate(first_positions(case)):
+        first, last = (cell // 32 for cell in policy.candidate_range(position))
+        if not policy.sees_all(position):
+            each, whole = tails[:, token, :, first:last], logits[token, :, first:last]
+            torch.testing.assert_close(each.amax(0), whole, atol=1e-5, rtol=0.0)
+            assert torch.equal((each > -math.inf).sum(0), (whole > -math.inf).long())

@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import PageRecords, SelectionPolicy, write_index
+from sparsek_kernels.paged.index.page_records import launch_write
 from sparsek_kernels.paged.index.page_records.launch_write import write_records
 from sparsek_kernels.paged.kernels.record import (
     e5m2_code,
@@ -129,14 +129,24 @@ def test_segments_on_pages_of_other_ranks() -> None:
 
 
 def test_padding_writes_nothing() -> None:
-    """A graph's batch has requests without tokens, and more new tokens than any request has."""
-    pages = make_pages([64, 64, 64], device=DEVICE)
-    batch = pages.batch([0, 0, 0], [64, 64, 64])
-    batch.seq_lens[1:] = torch.tensor([0, 64])
-    batch.cu_seqlens_q[2:] = 64
-    pages.step([0, 0, 0], [64, 64, 64], lambda *_: None)
-    write_records(pages.k_cache, pages.v_cache, pages.k_summary, batch)
-    check_bytes(pages, [64, 0, 0])
+    pages = make_pages([64, 64], device=DEVICE)
+    pages.step([0, 0], [64, 63], write_records)
+    padding = torch.full((3,), -1, device=DEVICE)
+    write_records(pages.k_cache, pages.v_cache, pages.k_summary, padding)
+    check_bytes(pages, [64, 0])
+
+
+def test_many_tokens_share_a_program() -> None:
+    """Requests whose segments end anywhere among 64 neighbouring tokens, several ends of them."""
+    lengths = [700, 65, 64, 130, 128]
+    pages = make_pages(lengths, heads=1, device=DEVICE)
+    before = [0, 60, 60, 60, 120]
+    assert sum(lengths) - sum(before) < launch_write.ALONE
+    pages.step([0] * 5, before, write_records)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_write, "ALONE", 0)
+        pages.step(before, lengths, write_records)
+    check_bytes(pages, lengths)
 
 
 @triton.jit
@@ -228,22 +238,24 @@ def test_kernels_read_what_torch_reads(dim: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
-def test_graph_replay_with_other_lengths() -> None:
-    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=4).by_records(64)
+def test_graph_replay_with_other_slots() -> None:
     lengths = [4097, 3000, 130, 64]
-    options = {"heads": 8, "dim": 128, "device": DEVICE}
-    pages = make_pages(lengths, **options)
+    pages = make_pages(lengths, heads=8, dim=128, device=DEVICE)
     pages.step([0] * 4, lengths, write_records)
     check_bytes(pages, lengths)
-    batch = pages.batch([length - 1 for length in lengths], lengths)
-    call = (pages.k_cache, pages.v_cache, pages.k_summary, batch, policy, PageRecords())
-    write_index(*call)
+    slots = torch.full((4,), -1, device=DEVICE)
+    call = (pages.k_cache, pages.v_cache, pages.k_summary, slots)
+    write_records(*call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        write_index(*call)
+        write_records(*call)
     for others in ([4096, 2944, 128, 64], [64, 1, 0, 63], [4095, 2945, 65, 64]):
         pages.k_summary.fill_(UNWRITTEN)
-        batch.seq_lens.copy_(torch.tensor(others, dtype=torch.int32))
+        for request, length in enumerate(others):
+            slots[request] = -1
+            if length:
+                page, row = pages.slots(request, length - 1, length)
+                slots[request] = page[0] * 64 + row[0]
         graph.replay()
         whole = pages.expected(others)
         for request, length in enumerate(others):

@@ -19,7 +19,7 @@ from problems import Problem, attend_phases, make_problem
 
 from sparsek_kernels.common import recording as recording_module
 from sparsek_kernels.common.recording import Tensors, recording, run
-from sparsek_kernels.paged import InfLLM, KeyMeans, Seer, paged_attention, write_kv
+from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention, write_kv
 from sparsek_kernels.paged import replay as replay_module
 from sparsek_kernels.paged.api import _replayable_segment
 from sparsek_kernels.paged.attend import launch as attend_launch
@@ -29,7 +29,7 @@ from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.replay import ReplayableCall, Replays, replayable
 from sparsek_kernels.paged.scratch import _workspaces
-from sparsek_kernels.paged.write import launch as write_launch
+from tests.kernels.launched import write_launched
 from tests.kernels.paged.gate_cases import make_gates
 
 TOP_K = SelectionPolicy(num_sink=64, window_size=512, top_k=8)
@@ -179,11 +179,11 @@ def test_writes_are_replayed(notes: list[Note]) -> None:
         cache = (problem.k_cache, problem.v_cache, problem.k_summary)
         return (problem.keys[0], problem.values[0], *cache, problem.slots[0])
 
-    write_launch.write_kv(*tensors(second))  # type: ignore[arg-type]
+    write_launched(*tensors(second))
     wanted = described(taken(notes), tensors(second))
     replays: Replays = {}
     with ReplayableCall(tensors(first), 0, replays).recorded():
-        write_launch.write_kv(*tensors(first))  # type: ignore[arg-type]
+        write_launched(*tensors(first))
     taken(notes)
     assert ReplayableCall(tensors(second), 0, replays).replay()
     assert described(taken(notes), tensors(second)) == wanted
@@ -233,7 +233,7 @@ def test_layers_with_other_indexers_have_other_replays(on_cpu: None) -> None:
     segment = Segment(problem.batch.part(0, 2), rule)
     keys = set()
     with mock.patch.object(torch.Tensor, "is_cuda", True):
-        for index in (None, KeyMeans(), InfLLM(), *map(Seer, gates)):
+        for index in (None, PageRecords(), InfLLM(), *map(Seer, gates)):
             call = _replayable_segment(operands, segment, index)
             assert call is not None
             keys.add(call.key)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from problems import Problem, make_problem, select_phases
 
-from sparsek_kernels.paged import scratch as runtime
 from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.two_step import launch as two_step_launch
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from sparsek_kernels.paged.write import launch as write_launch
+from tests.kernels.launched import write_launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
@@ -38,17 +37,11 @@ CASES = {
         replace(WINDOW, window_size=20, dense_below=100),
         {"num_decodes": 1},
     ),
-    "topk-decode": ([(1, 350), (2, 433), (1, 20)], TOP_K, {"num_decodes": 3, "group": 3}),
     "topk-prefill": ([(100, 350)], TOP_K, {"page_size": 32}),
     "topk-mixed": (
         [(2, 301), (1, 40), (77, 390), (30, 30)],
         TOP_K,
         {"num_decodes": 2, "page_size": 64, "dim": 40},
-    ),
-    "topk-tile-1": (
-        [(2, 301), (9, 390)],
-        replace(TOP_K, query_tile=1, dense_below=386),
-        {"num_decodes": 1, "page_size": 128},
     ),
     "topk-tile-over-block": (
         [(133, 390)],
@@ -97,7 +90,7 @@ def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> list[torch.Tens
 )
 def test_the_kernel_fills_pages_in_pieces(options: dict[str, Any]) -> None:
     problem = make_problem([(1, 33), (9, 131)], device=DEVICE, **options)
-    oracle_check.fill(problem, write=write_launch.write_kv)
+    oracle_check.fill(problem, write=write_launched)
     oracle_check.check_cache(problem)
 
 
@@ -152,7 +145,7 @@ def test_a_budget_far_above_all_contexts_needs_no_list_that_long() -> None:
     problem = make_problem([(1, 150), (40, 140)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem)
     prefill = SelectionPolicy(num_sink=4, window_size=40, top_k=1 << 20)
-    everything = StepPolicy(prefill, prefill.per_token(1 << 21))
+    everything = StepPolicy(prefill, prefill.by_records(1 << 24))
     found = oracle_check.attend(problem, everything)
     torch.testing.assert_close(found, oracle_check.attend(problem, DENSE), atol=0.0, rtol=0.0)
 
@@ -162,7 +155,8 @@ def test_equal_scores_go_to_the_lower_index() -> None:
     problem.keys[0] = torch.ones_like(problem.keys[0])
     oracle_check.fill(problem)
     (chosen,) = select(problem)
-    assert chosen.tolist() == [[list(range(1, 1 + TOP_K.per_token().scored_blocks))] * 2]
+    first, count = 64 // 2, 3 * 32 // 2  # cells of the sinks' segment, and those that are chosen
+    assert chosen.tolist() == [[list(range(first, first + count))] * 2]
 
 
 def test_scores_of_nan_queries_stay_in_range() -> None:
@@ -170,7 +164,7 @@ def test_scores_of_nan_queries_stay_in_range() -> None:
     oracle_check.fill(problem)
     problem.q.fill_(float("nan"))
     decode, prefill = select(problem)
-    assert ((decode >= 1) & (decode < 40)).all()
+    assert ((decode >= 32) & (decode < 320)).all()
     assert ((prefill >= 1) & (prefill < 20)).all()
 
 
@@ -192,22 +186,10 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 
 
-def test_single_tokens_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem([(2, 301), (50, 390), (7, 7)], num_decodes=1, device=DEVICE)
-    oracle_check.fill(problem)
-    rule = replace(TOP_K, query_tile=1)
-    whole = select(problem, rule)
-    monkeypatch.setattr(runtime, "_ROW_ELEMENTS", 1)
-    assert all(map(torch.equal, whole, select(problem, rule)))
-
-
-@pytest.mark.parametrize(("query_tile", "new"), [(1, (7, 9)), (32, (50, 70))], ids=["1", "32"])
-def test_selection_of_parts(query_tile: int, new: tuple[int, int]) -> None:
+def test_selection_of_parts() -> None:
     """Query tokens of a part keep their offsets in the whole batch."""
-    rule = replace(TOP_K, query_tile=query_tile)
-    lengths = [(1, 301), (new[0], 390), (new[1], 400)]
-    problem = make_problem(lengths, num_decodes=1, device=DEVICE)
+    problem = make_problem([(1, 301), (50, 390), (70, 400)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem)
-    for request, expected in enumerate(select(problem, rule)):
+    for request, expected in enumerate(select(problem)):
         part = replace(problem, batch=problem.batch.part(request, request + 1))
-        assert torch.equal(select(part, rule)[0], expected)
+        assert torch.equal(select(part)[0], expected)

@@ -117,7 +117,7 @@ def test_a_server_compiles_before_its_first_request(
     prompts_of = SelectionPolicy(
         num_sink=64, window_size=512, top_k=86, dense_below=2048, dense_last=64
     )
-    rule = StepPolicy(prompts_of, prompts_of.per_token(182))
+    rule = StepPolicy(prompts_of, prompts_of.by_records(3072))
     caches = make_caches(1, heads, 64, dim, torch.bfloat16, "cpu", head_major=True)
     width, cpu, requests = -(-longest // 64), torch.device("cpu"), 40
 

@@ -54,9 +54,9 @@ def _hybrid(feature: str, kind: str) -> Row:
     return Row(feature, SERVED, proofs, "vLLM 0.29 or later")
 
 
-def _speculation(feature: str, method: str, *more: str) -> Row:
+def _speculation(feature: str, method: str) -> Row:
     on_gpu = [f"{ON_GPU}::test_speculation[{method}-{how}]" for how in ("eager", "graphs")]
-    proofs = (f"{SCHEDULING}::test_speculation[{method}]", *on_gpu, *more)
+    proofs = (f"{SCHEDULING}::test_speculation[{method}]", *on_gpu)
     return Row(feature, SERVED, proofs)
 
 
@@ -149,7 +149,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "LFM2 (short convolutions and full attention)",
             SERVED,
             (
-                f"{HYBRID}[short_conv-64]",
+                f"{HYBRID}[short_conv-32]",
                 "features/test_pages.py::test_a_token_takes_as_much_on_every_page",
                 *_hybrid_on_gpu("short_conv"),
             ),
@@ -259,7 +259,10 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row(
             "`VLLM_BATCH_INVARIANT`",
             SERVED,
-            ("test_batch_invariant.py::test_one_call_serves_decodes_and_prefills",),
+            (
+                "test_batch_invariant.py::test_one_call_serves_decodes_and_prefills",
+                "test_batch_invariant.py::test_prompts_by_records_are_decoded_token_by_token",
+            ),
             "on a GPU",
         ),
         Row(
@@ -281,7 +284,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Speculative decoding": (
-        _speculation("n-grams", "ngram", f"{GPU}::test_scheduling_changes_no_token[speculating]"),
+        _speculation("n-grams", "ngram"),
         _speculation("EAGLE", "eagle"),
         _speculation("EAGLE-3", "eagle3"),
         _speculation("draft model", "draft_model"),
@@ -334,20 +337,27 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "leave it out, or mode `sink_window` or `dense`",
         ),
         Row(
-            "decoded tokens by records of 64 tokens (`decode_tokens`)",
+            "decoded tokens by records of 64 tokens",
             SERVED,
-            (f"{RECORDS}::test_an_engine_decodes_by_records",),
-            "pages of a multiple of 64 tokens",
+            (
+                f"{RECORDS}::test_an_engine_chooses_by_records[tiles]",
+                f"{RECORDS}::test_drafts_share_a_list_with_the_token_before_them",
+            ),
+            "speculated tokens change what is selected",
         ),
         Row(
-            "`decode_tokens` with batch invariance, `query_tile` 1 or decode context parallel",
+            "pages that are no multiple of 64 tokens, with block selection",
             REFUSED,
+            ("test_config.py::test_who_needs_pages_of_whole_segments",),
+            "`--block-size 64`, or mode `sink_window` or `dense`",
+        ),
+        Row(
+            "prompts by records, token by token (`decode_tokens` with `query_tile` 1)",
+            SERVED,
             (
-                f"{RECORDS}::test_batch_invariant_engines_refuse_records",
-                f"{RECORDS}::test_settings_that_contradict_each_other",
-                f"{NOT_SERVED}::test_records_need_all_keys_on_one_rank",
+                f"{RECORDS}::test_an_engine_chooses_by_records[tokens]",
+                f"{RECORDS}::test_prompts_by_records_know_no_chunks",
             ),
-            "`decode_top_k`",
         ),
         Row(
             "a page that vLLM copies",

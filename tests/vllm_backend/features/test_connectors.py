@@ -26,14 +26,14 @@ from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
 pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
 
-PAGE, LENGTH = 32, 500
+PAGE, LENGTH = 64, 500
 SPARSE = {
     "dense_below": 0,
     "num_sink": 16,
     "window_size": 64,
     "sel_block_size": 32,
     "top_k": 3,
-    "decode_top_k": 3,
+    "decode_tokens": 96,
     "query_tile": 1,
 }
 
@@ -55,7 +55,7 @@ def llm(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         max_model_len=600,
         max_num_batched_tokens=600,
         block_size=PAGE,
-        num_gpu_blocks_override=40,
+        num_gpu_blocks_override=20,
         skip_tokenizer_init=True,
         kv_transfer_config=transfer,
     ) as llm:

@@ -41,14 +41,14 @@ from tests.vllm_backend.tiny_models import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("registered")]
 
-COVERING = {"dense_below": 0, "top_k": 64}
+COVERING = {"dense_below": 0, "top_k": 64, "decode_tokens": 4096}
 SPARSE = {
     "dense_below": 0,
     "num_sink": 16,
     "window_size": 64,
     "sel_block_size": 64,
     "top_k": 3,
-    "decode_top_k": 3,
+    "decode_tokens": 96,
     "query_tile": 1,
 }
 TIES = {"float32": 0.02, "bfloat16": 0.1}
@@ -108,6 +108,12 @@ def plain(registered: None, llama: Path, prompts: list[list[int]]) -> list[list[
         return tokens(generate(llm, prompts, together=True))
 
 
+@pytest.fixture(scope="module")
+def dense(registered: None, llama: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with engine(llama, "SPARSEK", COVERING, **LIMITS) as llm:
+        return tokens(generate(llm, prompts, together=True))
+
+
 @pytest.mark.parametrize(
     "mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 )
@@ -117,7 +123,7 @@ def test_graphs(mode: str, llama: Path, prompts: list[list[int]], plain: list[li
 
 
 def test_one_place(llama: Path, prompts: list[list[int]]) -> None:
-    settings = {**SPARSE, "top_k": 1, "decode_top_k": 1}
+    settings = {**SPARSE, "top_k": 1, "decode_tokens": 64}
     found = []
     for eager in (True, False):
         with engine(llama, "SPARSEK", settings, **{**LIMITS, "enforce_eager": eager}) as llm:
@@ -147,13 +153,14 @@ def test_speculation(
     eager: bool,
     llama: Path,
     prompts: list[list[int]],
-    plain: list[list[int]],
+    dense: list[list[int]],
     tmp_path: Path,
 ) -> None:
+    """Drafts change what a request's tokens select, but nothing where all keys are attended."""
     options = {**LIMITS, "enforce_eager": eager, "disable_log_stats": False}
     options |= speculation(method, llama, tmp_path)
-    with engine(llama, "SPARSEK", SPARSE, **options) as llm:
-        assert tokens(generate(llm, prompts, together=True)) == plain
+    with engine(llama, "SPARSEK", COVERING, **options) as llm:
+        assert tokens(generate(llm, prompts, together=True)) == dense
         counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     assert counts["vllm:spec_decode_num_draft_tokens"] > 0
 

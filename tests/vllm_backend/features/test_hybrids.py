@@ -49,7 +49,7 @@ def serve(model: Path, backend: str, blocks: int) -> tuple[list[Any], dict[str, 
             COVERING if backend == "SPARSEK" else None,
             max_model_len=900,
             max_num_batched_tokens=128,
-            block_size=32,
+            block_size=64,
             enable_prefix_caching=True,
             mamba_cache_mode="align",
             num_gpu_blocks_override=blocks,
@@ -71,7 +71,7 @@ def serve(model: Path, backend: str, blocks: int) -> tuple[list[Any], dict[str, 
 
 @pytest.mark.parametrize(
     ("kind", "blocks"),
-    [("short_conv", 64), ("granite_hybrid", 14), ("falcon_h1", 14), ("nemotron_h", 14)],
+    [("short_conv", 32), ("granite_hybrid", 14), ("falcon_h1", 14), ("nemotron_h", 14)],
 )
 def test_chunks_preemption_and_prefix_hits(kind: str, blocks: int, tmp_path: Path) -> None:
     model = make_tiny_model(kind, tmp_path)

@@ -32,7 +32,7 @@ SPARSE = {
     "window_size": 64,
     "sel_block_size": 32,
     "top_k": 3,
-    "decode_top_k": 3,
+    "decode_tokens": 96,
     "query_tile": 1,
 }
 

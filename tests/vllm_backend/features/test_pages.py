@@ -64,7 +64,8 @@ def test_vllms_copy_of_a_block_carries_its_summary(current: Any, alone: bool) ->
 def test_a_token_takes_as_much_on_every_page(current: Any, page_size: int) -> None:
     """vLLM asks about a page of one token to size the pages of recurrent layers."""
     from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
-    from sparsek_backend.vllm_backend.sparsek.pages import bytes_behind, summary_bytes
+    from sparsek_backend.vllm_backend.sparsek.pages import bytes_behind
+    from sparsek_kernels.paged import summary_bytes
 
     layer = make_layer()
     plain = replace(layer.get_kv_cache_spec(current), block_size=page_size)
@@ -79,7 +80,7 @@ def test_a_token_takes_as_much_on_every_page(current: Any, page_size: int) -> No
 
 @pytest.mark.parametrize(
     ("dtype", "most"),
-    [(torch.float32, 0.032), (torch.bfloat16, 0.032), (torch.float16, 0.032), (torch.uint8, 0.063)],
+    [(torch.float32, 0.032), (torch.bfloat16, 0.063), (torch.float16, 0.063), (torch.uint8, 0.094)],
     ids=["fp32", "bf16", "fp16", "fp8"],
 )
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
@@ -87,7 +88,7 @@ def test_a_token_takes_as_much_on_every_page(current: Any, page_size: int) -> No
 def test_what_vllm_counts_for_summaries(
     current: Any, page_size: int, head_size: int, dtype: torch.dtype, most: float
 ) -> None:
-    """At most 3.2 % of K and V, and 6.3 % where these are fp8."""
+    """4.7 % of K and V of 128 channels, whole rows of these for others; twice as much with fp8."""
     from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
 
     spec = make_layer().get_kv_cache_spec(current)
@@ -118,6 +119,26 @@ def test_views_of_declared_content(current: Any, dtype: torch.dtype, head_size: 
         assert (part.float() == value).all()
 
 
+@pytest.mark.parametrize("mode", ["block_topk", "dense"])
+def test_layers_that_choose_by_records_ask_for_pages_of_whole_segments(
+    mode: str, tmp_path: Path
+) -> None:
+    """Where several backends share a page size, vLLM takes one that all of them support."""
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
+
+    def smallest() -> int:
+        (size,) = SparseKBackend.get_supported_kernel_block_sizes()
+        return int(size.base)
+
+    options = {"additional_config": {"sparsek": {"mode": mode}}}
+    with building(make_config(tmp_path, **options)):
+        make_layer(0, per_layer_sliding_window=48)
+        assert smallest() == 16
+        make_layer(1)
+        assert smallest() == (64 if mode == "block_topk" else 16)
+    assert smallest() == 16  # of no engine
+
+
 def test_pages_of_hybrids_nest_with_blocks() -> None:
     """vLLM raises a page to the size of a recurrent state; multiples of a page go on to nest."""
     from sparsek_backend.config import ConfigError, resolve_config
@@ -134,7 +155,7 @@ def test_pages_of_hybrids_nest_with_blocks() -> None:
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_pages_row_is_the_whole_page(padded: bool, summaries: bool) -> None:
     """Rows of some pages, laid out as the cache, are a cache of these pages: in every version."""
-    pages, heads, tokens, dim = 6, 2, 32, 32
+    pages, heads, tokens, dim = 6, 2, 64, 32
     behind = bytes_behind(dim, 2) // 2 if summaries else 0
     content = 2 * dim if padded else 2 * dim + behind
     page = heads * tokens * (2 * dim + behind)

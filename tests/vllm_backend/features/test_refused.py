@@ -122,12 +122,6 @@ def test_what_needs_all_keys_on_one_rank(
         check_shared_context(monkeypatch, make_tiny_model(model, tmp_path), **options)
 
 
-def test_records_need_all_keys_on_one_rank(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"additional_config": {"sparsek": {"decode_tokens": 64}}}
-    with pytest.raises(ValueError, match=r"decode_tokens .*remedy: decode_top_k"):
-        check_shared_context(monkeypatch, llama, **options)
-
-
 def test_what_ranks_with_shared_pages_lack_on_a_gpu(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,9 +138,12 @@ def test_what_ranks_with_shared_pages_lack_on_a_gpu(
 def test_ranks_that_take_parts_of_pages_in_turn(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_shared_context(monkeypatch, llama)
-    with pytest.raises(ValueError, match="got 32; remedy: --cp-kv-cache-interleave-size 64"):
-        check_shared_context(monkeypatch, llama, interleave=32)
+    """So the 64 tokens of a record, too, lie on one rank."""
+    for settings in ({}, {"decode_tokens": 64}):
+        options = {"additional_config": {"sparsek": settings}}
+        check_shared_context(monkeypatch, llama, **options)
+        with pytest.raises(ValueError, match="got 32; remedy: --cp-kv-cache-interleave-size 64"):
+            check_shared_context(monkeypatch, llama, interleave=32, **options)
 
 
 def test_encoder_decoder_models(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""What changes the order of the work changes no token, while queries select blocks."""
+"""What changes the order of the work changes no token, while queries select blocks.
+
+Drafts change what a request's tokens select, so that speculation is held to answers that see every
+key; ``test_page_records.py`` holds what is selected with drafts to the oracle.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ SPARSE = {
     "window_size": 64,
     "sel_block_size": 32,
     "top_k": 3,
-    "decode_top_k": 3,
+    "decode_tokens": 96,
     "query_tile": 1,
 }
 COVERING = {"dense_below": 0, "top_k": 32, "window_size": 32, "sel_block_size": 32}
@@ -74,8 +78,14 @@ def answers(
 
 @pytest.fixture(scope="module")
 def plain(registered: None, llama: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Tokens without asynchronous scheduling and without speculation."""
+    """Tokens without asynchronous scheduling."""
     return answers(llama, prompts, async_scheduling=False)[0]
+
+
+@pytest.fixture(scope="module")
+def dense(registered: None, llama: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens without speculation, of a budget that covers the context."""
+    return answers(llama, prompts, COVERING)[0]
 
 
 def test_async_scheduling(llama: Path, prompts: list[list[int]], plain: list[list[int]]) -> None:
@@ -84,10 +94,10 @@ def test_async_scheduling(llama: Path, prompts: list[list[int]], plain: list[lis
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "eagle3", "draft_model"])
 def test_speculation(
-    method: str, llama: Path, prompts: list[list[int]], plain: list[list[int]], tmp_path: Path
+    method: str, llama: Path, prompts: list[list[int]], dense: list[list[int]], tmp_path: Path
 ) -> None:
-    found, counts = answers(llama, prompts, **speculation(method, llama, tmp_path))
-    assert found == plain
+    found, counts = answers(llama, prompts, COVERING, **speculation(method, llama, tmp_path))
+    assert found == dense
     assert counts["vllm:spec_decode_num_draft_tokens"] > 0
     if method == "draft_model":
         assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
@@ -96,9 +106,9 @@ def test_speculation(
 def test_mtp(prompts: list[list[int]], tmp_path: Path) -> None:
     model = make_tiny_model("mtp", tmp_path)
     asked = {"method": "mtp", "num_speculative_tokens": 1}
-    found, counts = answers(model, prompts, speculative_config=asked)
+    found, counts = answers(model, prompts, COVERING, speculative_config=asked)
     assert counts["vllm:spec_decode_num_draft_tokens"] > 0
-    assert found == answers(model, prompts)[0]
+    assert found == answers(model, prompts, COVERING)[0]
 
 
 def test_fast_prefill_of_shared_caches(prompts: list[list[int]], tmp_path: Path) -> None:

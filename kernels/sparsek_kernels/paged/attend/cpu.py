@@ -190,7 +190,7 @@ def _decode(
         return
     every = plan.rows.numel() == q.shape[0]
     rows = q if every else q.index_select(0, plan.rows)
-    mine = None if chosen is None else chosen.of_tiles(plan.rows)
+    mine = None if chosen is None else chosen.of_tiles(plan.rows, plan.lists)
     attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, mine, rule).squeeze(3)
     if every:
         out.copy_(attended)

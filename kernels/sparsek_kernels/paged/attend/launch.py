@@ -31,6 +31,8 @@ from sparsek_kernels.paged.record import record_bytes
 from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 _DENSE_TILE = 64
+_MOST_ROWS = 64
+"""Tokens of a request times heads that attend its cells together."""
 
 
 def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | None) -> None:
@@ -46,7 +48,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
     tiles: torch.Tensor | None = None
     per_request = 1
     if decode:
-        tile = 1 if topk else batch.decode_query_len
+        tile = 1 if topk and not segment.by_request else batch.decode_query_len
         per_request = batch.decode_query_len // tile
         count = batch.num_decodes * per_request
     else:
@@ -78,7 +80,8 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             "num_sms": multiprocessors(q.device),
         }
         if decode:
-            config = decode_config(**sizes, queries=tile)
+            most = max(_MOST_ROWS // next_power_of_2(group), 1)
+            config = decode_config(**sizes, queries=min(tile, most) if topk else tile)
         else:
             config = prefill_config(**sizes, tile=tile, itemsize=q.element_size())
     if (
@@ -135,6 +138,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             REACH_BLOCKS=policy.reach_blocks if topk else 0,
             SCORED_BLOCKS=policy.scored_blocks if topk else 0,
             ALIGN=policy.segment_blocks if topk else 1,
+            BY_REQUEST=segment.by_request,
         ),
         SHAPE=Shape(
             FROM_TABLE=tiles is not None,

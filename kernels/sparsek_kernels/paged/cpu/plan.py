@@ -119,19 +119,23 @@ def make_tile_group(
     rows: int,
     seq_lens: torch.Tensor,
     policy: SelectionPolicy,
+    deciding: torch.Tensor | None = None,
 ) -> TileGroup:
     """Index tensors for ``T`` tiles of ``rows`` queries that do not see everything.
 
     Args:
         table: ``[1 or T, W]``; first_position: ``[T]`` position of each tile's first query;
         seq_lens: ``[T]``.
+        deciding: ``[T]`` position that decides where each tile's window begins, at or before its
+            first query, which is the default.
     """
     size = policy.sel_block_size
     window = policy.window_size or 1
     tiles = first_position.shape[0]
     if policy.selects_blocks:
-        first_local, _ = policy.local_range(first_position)
-        span = policy.local_blocks
+        deciding = first_position if deciding is None else deciding
+        first_local, _ = policy.local_range(deciding)
+        span = policy.local_blocks + ceil_div(int((first_position - deciding).max()), size)
     else:
         first_local = (first_position - window + 1).clamp_(min=0) // size
         span = ceil_div(window + rows - 2, size) + 1
@@ -175,6 +179,7 @@ class DecodePlan:
     dense: tuple[tuple[int, int, int, int], ...]  # (request, first token, end token, keys seen)
     rows: torch.Tensor  # [T] int64 tokens that do not see everything
     requests: torch.Tensor  # [T] int64 of these tokens
+    lists: torch.Tensor  # [T] int64 rows of what these tokens choose
     positions: torch.Tensor  # [T] int64 of these tokens
     group: TileGroup | None
     scoring: TokenScoring | None
@@ -188,33 +193,39 @@ def plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> De
 
 def _plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> DecodePlan:
     lengths, counts = host_lengths(batch)
-    dense, rows, requests, positions = [], [], [], []
+    dense, rows, requests, positions, deciding = [], [], [], [], []
     token = 0
     for request in range(batch.num_decodes):
         count, length = counts[request], lengths[request]
-        if count and rule.sees_all(length - 1):
+        start = length - count
+        if count and rule.sees_all(start if rule.alignment else length - 1):
             dense.append((request, token, token + count, length))
             token += count
             continue
         for offset in range(count):
-            position = length - count + offset
-            if rule.sees_all(position):
+            position = start + offset
+            decides = start if rule.alignment else position
+            if rule.sees_all(decides):
                 dense.append((request, token + offset, token + offset + 1, position + 1))
             else:
                 rows.append(token + offset)
                 requests.append(request)
                 positions.append(position)
+                deciding.append(decides)
         token += count
     if not rows:
         none = torch.empty(0, dtype=torch.long)
-        return DecodePlan(tuple(dense), none, none, none, None, None)
+        return DecodePlan(tuple(dense), none, none, none, none, None, None)
     where, which = torch.tensor(positions), torch.tensor(requests)
     table = batch.pages(page_size).index_select(0, which)
-    group = make_tile_group(table, where, 1, batch.seq_lens.index_select(0, which).long(), rule)
+    lens = batch.seq_lens.index_select(0, which).long()
+    group = make_tile_group(table, where, 1, lens, rule, torch.tensor(deciding))
+    tokens = torch.tensor(rows)
     return DecodePlan(
         dense=tuple(dense),
-        rows=torch.tensor(rows),
+        rows=tokens,
         requests=which,
+        lists=which if rule.alignment else tokens,
         positions=where,
         group=group,
         scoring=plan_tokens(table, where, rule) if rule.selects_blocks else None,

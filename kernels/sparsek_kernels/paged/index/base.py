@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.pages import mean_bytes
 
 if TYPE_CHECKING:
     from sparsek_kernels.paged.batch import PagedBatch
@@ -42,8 +42,8 @@ class Indexer(ABC):
     """Whether it chooses by policies with an alignment."""
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
-        """Bytes that it keeps for one page and KV head."""
-        return summary_bytes(page_size, head_dim) if self.reads_pages else 0
+        """Bytes that it keeps for one page and KV head: by default means of 16 keys."""
+        return mean_bytes(page_size, head_dim) if self.reads_pages else 0
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -98,12 +98,12 @@ class Indexer(ABC):
 
     @abstractmethod
     def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
-        """Return the chosen blocks, ``[tiles, Hkv, policy.scored_blocks]`` int32, ascending.
+        """Return the chosen blocks, ``[lists, Hkv, policy.scored_blocks]`` int32, ascending.
 
         What stands in for the other blocks, if anything does, comes with them.  Every decoded token
-        is a tile; a prefill has one for every ``query_tile`` positions that it touches, request
-        after request.  The row of a tile that sees everything is -1.  On a GPU there may be more
-        rows at the end.
+        has a list, or every request (``Segment.by_request``); a prefill has one for every
+        ``query_tile`` positions that it touches, request after request.  Where everything is seen
+        the row is -1.  On a GPU there may be more rows at the end.
         """
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
@@ -117,7 +117,8 @@ class Indexers:
 
     Args:
         prefill: of prompts; ``None`` where these choose no blocks.
-        decode: of decoded tokens; ``None`` where these choose no blocks.
+        decode: of decoded tokens, and of those of prompts that choose by records; ``None`` where
+            these choose no blocks.
 
     Raises:
         ValueError: both would keep something of their own in the same bytes of the pages.

@@ -46,7 +46,7 @@ def new_selection(operands: PagedOperands, segment: Segment) -> tuple[Selection,
     """
     q, batch, policy = operands.q, segment.batch, segment.policy
     tiles = None
-    count = batch.num_decode_tokens
+    count = batch.num_decodes if segment.by_request else batch.num_decode_tokens
     if not segment.decodes:
         tiles = prefill_tiles(batch, policy.query_tile, q.shape[0])
         count = tiles.shape[0]

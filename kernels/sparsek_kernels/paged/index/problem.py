@@ -19,12 +19,12 @@ class Selection:
     """The queries that choose, the keys they choose from, and how many.
 
     Args:
-        out: ``[tiles, Hkv, scored_blocks]`` int32, written.
+        out: ``[lists, Hkv, scored_blocks]`` int32, written.
         operands: queries and pages.
         batch: the requests.
         policy: which blocks compete, and for how many slots.
         tiles: ``[tiles, 2]`` int32, request (or -1) and base of every prefill tile; ``None``: the
-            decodes of ``batch`` choose, each token for itself.
+            decodes of ``batch`` choose, each token for itself or (``Segment.by_request``) together.
     """
 
     out: torch.Tensor
@@ -92,8 +92,8 @@ class Selection:
 
     def complete(self, scores: torch.Tensor, numel: int) -> torch.Tensor:
         """The first ``numel`` scores, each from the rank that holds its block; flat."""
-        largest = self.operands.largest
-        return scores if largest is None else largest(scores[:numel])
+        ranks = self.operands.ranks
+        return scores if ranks is None else ranks.largest(scores[:numel])
 
     def rule(self) -> dict[str, int]:
         """Compile-time constants of the policy."""

@@ -6,7 +6,6 @@ import torch
 
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.config import next_power_of_2
-from sparsek_kernels.paged.index.key_means.sketch import VECTOR_SIZE, rotation_size
 from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.write.kernels.write import write_kv_kernel
 
@@ -16,35 +15,30 @@ def write_kv(
     value: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    k_summary: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Store new rows and refresh the sketch of the keys they touch: one kernel."""
+    """Store new rows."""
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
     _, heads, page_size, dim = k_cache.shape
     block_d = next_power_of_2(dim)
     block_h = max(1, min(next_power_of_2(heads), 256 // block_d))
-    summary = k_cache if k_summary is None else k_summary
     run(
         write_kv_kernel,
         (tokens, ceil_div(heads, block_h)),
         k_cache,
         v_cache,
-        summary,
         key,
         value,
         slot_mapping,
         1.0 / k_scale,
         1.0 / v_scale,
-        tokens,
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
-        *summary.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
         NUM_HEADS=heads,
@@ -52,8 +46,5 @@ def write_kv(
         BLOCK_D=block_d,
         BLOCK_H=block_h,
         PAGE_SIZE=page_size,
-        ROTATION=rotation_size(dim),
-        VECTOR=VECTOR_SIZE,
-        HAS_SUMMARY=k_summary is not None,
         num_warps=4,
     )

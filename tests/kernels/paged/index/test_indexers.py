@@ -13,7 +13,7 @@ from sparsek_kernels.paged import (
     Indexer,
     Indexers,
     InfLLM,
-    KeyMeans,
+    PageRecords,
     SelectionPolicy,
     StepPolicy,
     TwoStep,
@@ -31,6 +31,7 @@ MIXED = ([400, 61, 300, 333, 129], [1, 3, 300, 40, 64], 2)
 TILE, SIZE, SLOTS = 32, 16, 2
 TILES = SelectionPolicy(num_sink=16, window_size=32, top_k=3, sel_block_size=SIZE, query_tile=TILE)
 STEP = StepPolicy(TILES, TILES.per_token())
+BY_RECORDS = StepPolicy(TILES, TILES.by_records(48))
 
 
 class Backwards(Indexer):
@@ -96,31 +97,33 @@ def test_an_indexer_from_one_file_is_served() -> None:
 
 def test_a_phase_without_its_indexer() -> None:
     case = make_case(*MIXED)
-    for phase, given in (("prefill", Indexers(None, KeyMeans())), ("decode", Indexers(TwoStep()))):
+    alone = Indexers(None, PageRecords())
+    for phase, given in (("prefill", alone), ("decode", Indexers(TwoStep()))):
         with pytest.raises(ValueError, match=f"indexers.{phase}: expected an indexer .*, got None"):
-            run(case, STEP, indexers=given)
-    dense = StepPolicy(SelectionPolicy(), STEP.decode)
-    run(case, dense, indexers=Indexers(None, KeyMeans()))
+            run(case, BY_RECORDS, indexers=given)
+    run(case, StepPolicy(SelectionPolicy(), BY_RECORDS.decode), indexers=alone)
 
 
 def test_two_indexers_do_not_share_the_bytes_of_a_page() -> None:
-    with pytest.raises(ValueError, match="one kind that reads the pages, got InfLLM and KeyMeans"):
-        Indexers(InfLLM(), KeyMeans())
+    with pytest.raises(ValueError, match="one kind that reads the pages, got InfLLM and PageRec"):
+        Indexers(InfLLM(), PageRecords())
 
 
 def test_indexers_of_the_other_phase() -> None:
     case = make_case(*MIXED)
     with pytest.raises(ValueError, match="policy: expected query_tile > 1 with TwoStep, got 1"):
         run(case, STEP, indexers=Indexers(TwoStep(), TwoStep()))
-    with pytest.raises(ValueError, match="policy: expected query_tile = 1 with KeyMeans, got 32"):
-        run(case, STEP, indexers=Indexers(KeyMeans(), KeyMeans()))
+    with pytest.raises(ValueError, match=r"policy: .* query_tile = 1 with PageRecords, got 32"):
+        run(case, BY_RECORDS, indexers=Indexers(PageRecords(), PageRecords()))
 
 
 def test_indexers_that_follow_no_alignment() -> None:
-    step, case = StepPolicy(SelectionPolicy(), TILES.by_records(128)), make_case(*MIXED)
-    for index in (KeyMeans(), InfLLM()):
-        with pytest.raises(ValueError, match=r"policy: expected alignment 0 with .*, got 64"):
-            run(case, step, indexers=Indexers(decode=index))
+    step, case = StepPolicy(SelectionPolicy(), BY_RECORDS.decode), make_case(*MIXED)
+    with pytest.raises(ValueError, match=r"policy: expected alignment 0 with InfLLM, got 64"):
+        run(case, step, indexers=Indexers(decode=InfLLM()))
+    whole_blocks = StepPolicy(SelectionPolicy(), STEP.decode)
+    with pytest.raises(ValueError, match=r"policy: expected alignment 64 and sel_block_size 2 .*"):
+        run(case, whole_blocks, indexers=Indexers(decode=PageRecords()))
 
 
 def test_a_step_is_cut_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +136,8 @@ def test_a_step_is_cut_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(plan, "_segments", spy)
     layers = [make_case(*MIXED, seed=seed, permute=0) for seed in range(3)]
-    step = StepPolicy(replace(TILES, dense_last=20), TILES.per_token())
-    indexers = Indexers(TwoStep(), KeyMeans())
+    step = StepPolicy(replace(TILES, dense_last=20), BY_RECORDS.decode)
+    indexers = Indexers(TwoStep(), PageRecords())
     for layer in layers:
         layer.batch = layers[0].batch
         out = torch.full_like(layer.q, float("nan"))
@@ -146,4 +149,4 @@ def test_a_step_is_cut_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(out, run(layer, replace(TILES, dense_last=20)))
     assert cuts == [step]
     run(layers[0], TILES)
-    assert cuts == [step, STEP]
+    assert cuts == [step, BY_RECORDS]

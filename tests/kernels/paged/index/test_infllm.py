@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sparsek_kernels.paged import (
     Indexers,
     InfLLM,
-    KeyMeans,
+    PageRecords,
     SelectionPolicy,
     StepPolicy,
     paged_attention,
@@ -184,10 +184,13 @@ def test_scores_without_positions(policy: SelectionPolicy) -> None:
     assert inspected[0][-1].tolist() == select(case.q[1:2], last, [499], policy, SCALE)
 
 
-def test_it_is_another_choice_than_by_key_means() -> None:
+def test_it_is_another_choice_than_by_records() -> None:
     policy = POLICIES["blocks of 32"]
     step, case = StepPolicy(policy, policy), make_case([500], [1], 1)
-    assert not torch.equal(attend(case, step), attend(case, step, Indexers(decode=KeyMeans())))
+    by_records = StepPolicy(policy, policy.by_records(policy.top_k * policy.sel_block_size))
+    assert not torch.equal(
+        attend(case, step), attend(case, by_records, Indexers(decode=PageRecords()))
+    )
 
 
 def test_it_is_per_token() -> None:

@@ -7,41 +7,71 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsek_kernels.paged import PageRecords, SelectionPolicy, StepPolicy, paged_attention
-from sparsek_kernels.paged.api import default_indexers, write_index
+from sparsek_kernels.paged import (
+    PagedBatch,
+    PageRecords,
+    StepPolicy,
+    paged_attention,
+    scratch,
+    select_blocks,
+)
+from sparsek_kernels.paged.api import default_indexers
+from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.lengths import batch_of_lengths
-from sparsek_kernels.paged.record import page_bytes
+from tests.kernels.paged.record_batches import TILES, make_records
 from tests.kernels.paged.records_oracle import decode_reference
-
-TILES = SelectionPolicy(num_sink=64, window_size=100, top_k=4, query_tile=64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("page_size", "new"), [(64, 1), (128, 3)])
 def test_decoded_tokens_attend_by_records(page_size: int, new: int, dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(7)
-    heads, group, dim = 2, 3, 64
-    lengths = (900, 300, 1217)
-    policy = StepPolicy(replace(TILES, dense_last=0), TILES.by_records(192))
-    indexers = default_indexers(policy)
-    assert isinstance(indexers.decode, PageRecords)
-    each = -(-max(lengths) // page_size)
-    shape = (len(lengths) * each + 1, heads, page_size, dim)
-    k_cache, v_cache = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
-    table = torch.randperm(len(lengths) * each, generator=draw).view(len(lengths), each).int()
-    records = torch.zeros(shape[0], heads, page_bytes(page_size, dim), dtype=torch.uint8)
-    filled = batch_of_lengths(table, lengths, lengths)
-    write_index(k_cache, v_cache, records, filled, policy.decode, indexers.decode)
-    batch = batch_of_lengths(table, (new,) * 3, lengths, decodes=3)
-    q = (2 * torch.randn(3 * new, heads * group, dim, generator=draw)).to(dtype)
-    sinks = torch.randn(heads * group, generator=draw)
-    out = paged_attention(
-        q, k_cache, v_cache, batch, policy, k_summary=records, indexers=indexers, sinks=sinks
-    )
-    wanted = decode_reference(q, k_cache, v_cache, batch, policy.decode, dim**-0.5, sinks)
+    case = make_records([900, 300, 1217], [new] * 3, page_size=page_size, dtype=dtype)
+    policy = StepPolicy(replace(TILES, dense_last=0), case.policy)
+    assert isinstance(default_indexers(policy).decode, PageRecords)
+    sinks = torch.linspace(-1.0, 2.0, case.q.shape[1])
+    caches = case.k_cache, case.v_cache
+    out = paged_attention(case.q, *caches, case.batch, policy, k_summary=case.records, sinks=sinks)
+    scale = case.q.shape[2] ** -0.5
+    wanted = decode_reference(case.q, *caches, case.batch, case.policy, scale, sinks)
     torch.testing.assert_close(
         out.double(), wanted, atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0.0
     )
+
+
+@pytest.mark.parametrize("rows", [1, 1 << 24], ids=["in parts", "at once"])
+def test_prompts_attend_by_records_token_by_token(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside decoded tokens; whatever the chunks, tokens choose the same cells.
+
+    In torch: C rounds factors of scores to 16 bits, and may take another of two equal cells.
+    """
+    monkeypatch.setattr(scratch, "_ROW_ELEMENTS", rows)
+    monkeypatch.setattr(native_decode, "supports", lambda *_: False)
+    lengths, new = [700, 1217, 640, 200], [1, 70, 90, 200]
+    case = make_records(lengths, new, decodes=1, group=2, dim=32)
+    caches, scale = (case.k_cache, case.v_cache), case.q.shape[2] ** -0.5
+    out = paged_attention(case.q, *caches, case.batch, case.policy, k_summary=case.records)
+    tokens = case.batch.by_token(0, len(case.q))
+    wanted = decode_reference(case.q, *caches, tokens, case.policy, scale)
+    torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=0.0)
+
+    def chosen(batch: PagedBatch, q: torch.Tensor) -> torch.Tensor:
+        each = select_blocks(q, case.k_cache, batch, case.policy, k_summary=case.records)
+        return torch.cat(each)
+
+    whole = chosen(case.batch, case.q)
+    assert (whole[:161, 0, 0] >= 0).all()
+    assert (whole[161:] == -1).all()  # a prompt that is attended whole
+    table = case.batch.block_table[1:2]
+    chunks = [
+        batch_of_lengths(table, (count,), (1147 + end,)) for count, end in ((33, 33), (37, 70))
+    ]
+    parts = [
+        chosen(batch, case.q[row : row + n])
+        for batch, row, n in zip(chunks, (1, 34), (33, 37), strict=True)
+    ]
+    assert torch.equal(torch.cat(parts), whole[1:71])
 
 
 def test_records_need_pages_of_whole_segments() -> None:

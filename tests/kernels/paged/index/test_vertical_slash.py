@@ -11,23 +11,24 @@ from hypothesis import strategies as st
 
 from sparsek_kernels.paged import (
     Indexers,
-    KeyMeans,
+    PageRecords,
     SelectionPolicy,
+    StepPolicy,
     VerticalSlash,
     block_lists,
     paged_attention,
     select_blocks,
 )
 from sparsek_kernels.paged.index.vertical_slash.lists import listed_blocks
-from sparsek_kernels.paged.reference import listed_reference, paged_attention_reference
-from tests.kernels.paged.cache_cases import POLICIES, Case, make_case, run
+from sparsek_kernels.paged.reference import listed_reference
+from tests.kernels.paged.cache_cases import POLICIES, Case, check, make_case, run
 
 MIXED = ([700, 61, 300, 1, 450], [1, 3, 300, 1, 64], 2)
 ENTRIES = torch.tensor([[3, -4, 1, -9, 3, 8, -2], [-6, -5, -4, 12, 0, 2, 90]])
 
 
 def by_lists(lists: torch.Tensor) -> Indexers:
-    return Indexers(VerticalSlash(lists), KeyMeans())
+    return Indexers(VerticalSlash(lists), PageRecords())
 
 
 @settings(max_examples=15, deadline=None)
@@ -61,13 +62,9 @@ def test_lists_at_any_length(
 def test_attention_matches_the_oracle(name: str, dense_last: int) -> None:
     policy = replace(POLICIES[name], dense_last=dense_last)
     case = make_case(*MIXED)
-    expected = paged_attention_reference(
-        case.q, case.k_cache, case.v_cache, case.batch, policy,
-        select=listed_reference(ENTRIES.tolist()),
-    )  # fmt: skip
-    found = run(case, policy, indexers=by_lists(block_lists(ENTRIES, policy))).double()
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-    by_score = run(case, policy).double()
+    indexers = by_lists(block_lists(ENTRIES, policy))
+    check(case, policy, select=listed_reference(ENTRIES.tolist()), indexers=indexers)
+    found, by_score = run(case, policy, indexers=indexers), run(case, policy)
     decodes = case.batch.num_decode_tokens
     torch.testing.assert_close(found[:decodes], by_score[:decodes])
     assert not torch.allclose(found, by_score)
@@ -120,8 +117,9 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match=r"lists: expected dtype torch\.int32"):
         run(case, policy, indexers=by_lists(lists.long()))
     token = replace(policy, query_tile=1)
+    both = StepPolicy(token, StepPolicy.of(token).decode)
     with pytest.raises(ValueError, match="policy: expected query_tile > 1 with VerticalSlash"):
-        run(case, token, indexers=by_lists(block_lists(ENTRIES, token.per_token())))
+        run(case, both, indexers=by_lists(block_lists(ENTRIES, token.per_token())))
     with pytest.raises(TypeError, match=r"entries: expected dtype torch\.int32"):
         block_lists(ENTRIES.float(), policy)
     with pytest.raises(ValueError, match="policy: expected top_k >= 1"):

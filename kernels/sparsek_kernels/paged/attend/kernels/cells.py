@@ -1,4 +1,4 @@
-"""Attention of single tokens over cells of few keys, and over what stands in for the others."""
+"""Attention of decoded tokens over cells of few keys, and over what stands in for the others."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def attend_forced(
     num_front,
     num_forced,
     first_local,
+    low,
     high,
     qk_scale,
     stride_kp,
@@ -37,13 +38,14 @@ def attend_forced(
     SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Running softmax over a token's sinks and window, or over all that it sees.
+    """Running softmax over sinks and window of tokens at ``low`` to ``high``, or over all they see.
 
     Piece ``p`` of the ``num_forced`` is the run of ``BLOCK_N`` keys ``p``, from ``num_front`` on
-    ``first_local + p - num_front``.  Only the last one, the token's own, has keys that it must not
-    see.
+    ``first_local + p - num_front``.  Only the last ones, the tokens' own, have keys that some of
+    them must not see.
     """
-    whole = tl.minimum(tl.maximum(num_forced - 1, piece_begin), piece_end)
+    own = high // BLOCK_N - low // BLOCK_N + 1
+    whole = tl.minimum(tl.maximum(num_forced - own, piece_begin), piece_end)
     acc, row_max, row_sum = attend_pieces(
         acc, row_max, row_sum, q, position, position >= 0, k_ptr, v_ptr, table_ptr, table_ptr,
         piece_begin, whole, num_front, num_forced, 0, first_local, high, 0, 0, qk_scale,
@@ -95,7 +97,7 @@ def attend_cells(
     SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Running softmax over pieces of ``BLOCK_N`` of the ``SELECTED`` keys in a token's cells.
+    """Running softmax over pieces of ``BLOCK_N`` of the ``SELECTED`` keys in chosen cells.
 
     All of them are before the window, so that positions are not compared.  Cells and their pages
     are looked up one iteration ahead, so that no load of K and V waits for another load.

@@ -16,6 +16,7 @@ class Rule(NamedTuple):
     REACH_BLOCKS: int
     SCORED_BLOCKS: int
     ALIGN: int
+    BY_REQUEST: bool  # whether a tile is a decoding request, whose first token decides
 
 
 class Shape(NamedTuple):

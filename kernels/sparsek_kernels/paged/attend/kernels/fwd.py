@@ -72,6 +72,7 @@ def attend_kernel(
     REACH_BLOCKS: tl.constexpr = RULE.REACH_BLOCKS
     SCORED_BLOCKS: tl.constexpr = RULE.SCORED_BLOCKS
     ALIGN: tl.constexpr = RULE.ALIGN
+    BY_REQUEST: tl.constexpr = RULE.BY_REQUEST
     FROM_TABLE: tl.constexpr = SHAPE.FROM_TABLE
     TILES_PER_REQUEST: tl.constexpr = SHAPE.TILES_PER_REQUEST
     NUM_KV_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS
@@ -125,7 +126,7 @@ def attend_kernel(
         if OVERLAP and SELECTED_LAST:
             tl.extra.cuda.gdc_wait()
         return
-    policy_start = low // POLICY_TILE * POLICY_TILE
+    policy_start = base if BY_REQUEST else low // POLICY_TILE * POLICY_TILE
     full = tile_sees_all(
         policy_start, dense_below, MODE, POLICY_TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
         SCORED_BLOCKS, ALIGN,
@@ -134,7 +135,7 @@ def attend_kernel(
         policy_start, low, high, full, window, MODE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
         SCORED_BLOCKS, ALIGN,
     )  # fmt: skip
-    selection = tile if FROM_TABLE else token_of_zero + low
+    selection = tile if FROM_TABLE or BY_REQUEST else token_of_zero + low
     selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
     if HAS_TAIL:  # of the segments between sinks and window
         first_segment = num_front * SEL_BLOCK // SEGMENT
@@ -203,7 +204,7 @@ def attend_kernel(
     if CELLS:
         acc, row_max, row_sum = attend_forced(
             acc, row_max, row_sum, q, position, k_head, v_head, table, piece_begin, middle,
-            num_front, num_forced, first_local, high, qk_scale,
+            num_front, num_forced, first_local, low, high, qk_scale,
             stride_kp, stride_kt, stride_vp, stride_vt,
             HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SHARDED, NUM_STAGES,
         )  # fmt: skip
@@ -293,7 +294,8 @@ def attend_kernel(
             NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
         )
     if HAS_TAIL:
-        tail_rows = tail_ptr + selection.to(tl.int64) * stride_lt + head * stride_lh
+        tail_row = token if BY_REQUEST else selection.to(tl.int64)
+        tail_rows = tail_ptr + tail_row * stride_lt + head * stride_lh
         acc, row_max, row_sum = attend_tail(
             acc, row_max, row_sum, tail_rows, mask_m, records_ptr + kv_head * stride_rh, table,
             tail_begin, tail_end, first_segment, last_segment, stride_rp,

@@ -1,1 +1,1 @@
-"""Decoding, and sketches of new keys, in C; ``build`` compiles both into one library."""
+"""Decoding, and records of new keys, in C; ``build`` compiles both into one library."""

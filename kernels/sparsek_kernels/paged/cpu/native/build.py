@@ -21,15 +21,12 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-fno-signed-zeros",
     "-fno-trapping-math",
+    "-fassociative-math",
     "-fopenmp",
     "-fPIC",
 )
-_SOURCES = {
-    "decode.c": (*_FLAGS, "-fassociative-math"),
-    "records.c": (*_FLAGS, "-fassociative-math"),
-    "sketch.c": (*_FLAGS, "-ffp-contract=off"),  # the bytes are the ones of the torch path
-}
-_HEADERS = ("choose.h", "decode.h", "lanes.h", "record.h", "rotate.h", "tail.h")
+_SOURCES = ("decode.c", "records.c")
+_HEADERS = ("choose.h", "decode.h", "lanes.h", "record.h", "tail.h")
 
 
 @cache
@@ -56,19 +53,19 @@ def _build(compiler: str) -> ctypes.CDLL:
     flags = "".join(line for line in flags.splitlines() if line.startswith(("model name", "flags")))
     folder = Path(__file__).parent
     texts = ((folder / file).read_text() for file in (*_SOURCES, *_HEADERS))
-    parts = (*texts, compiler, flags, str(_SOURCES))
+    parts = (*texts, compiler, flags, str(_FLAGS))
     name = f"cpu-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     path = _cache_folder() / name
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / name
             objects = [str(Path(scratch) / f"{source}.o") for source in _SOURCES]
-            for (source, how), into in zip(_SOURCES.items(), objects, strict=True):
-                _run([compiler, *how, "-c", "-o", into, str(folder / source)])
+            for source, into in zip(_SOURCES, objects, strict=True):
+                _run([compiler, *_FLAGS, "-c", "-o", into, str(folder / source)])
             _run([compiler, "-fopenmp", "-shared", "-o", str(made), *objects, "-lm"])
             made.replace(path)
     found = ctypes.CDLL(str(path))
-    for function in (found.sparsek_decode, found.sparsek_records, found.sparsek_sketch):
+    for function in (found.sparsek_decode, found.sparsek_records):
         function.argtypes = (ctypes.c_void_p,)
         function.restype = None
     return found

@@ -1,4 +1,4 @@
-/* The cells of 2 keys that a token attends, chosen by the records of segments, and the weights of
+/* The cells of 2 keys that a unit attends, chosen by the records of segments, and the weights of
  * what it does not attend: docs/selection.md has the rule. */
 
 #pragma once
@@ -18,11 +18,11 @@
 /* What a unit chooses by; segments and cells count from the sequence's first. */
 typedef struct {
     int64_t cells, segments;
-    float *shares;   /* [group, cells]: exp of logits less the segment's best */
-    float *best;     /* [group, segments]: of logits; then the tail's weights, relative to tops */
-    float *sums;     /* [group, segments]: of shares */
-    float *gains;    /* [group, segments]: logarithms; then factors of shares in scores */
-    float *tops;     /* [group]: of best */
+    float *shares;   /* [rows, cells]: exp of logits less the segment's best */
+    float *best;     /* [rows, segments]: of logits; then the tail's weights, relative to tops */
+    float *sums;     /* [rows, segments]: of shares */
+    float *gains;    /* [rows, segments]: logarithms; then factors of shares in scores */
+    float *tops;     /* [rows]: of best */
     float *scales;   /* [segments]: of the mean values */
     uint8_t *values; /* [segments, dim / 2]: levels of the mean values */
     int16_t *keys;   /* [cells] */
@@ -33,11 +33,11 @@ ALWAYS_INLINE Choice choice_of(const Decode *a, int64_t unit) {
     c.cells = a->max_blocks;
     c.segments = c.cells / VECTORS;
     c.shares = a->scores + slot_of(a, unit) * a->scores_size;
-    c.best = c.shares + a->group * c.cells;
-    c.sums = c.best + a->group * c.segments;
-    c.gains = c.sums + a->group * c.segments;
-    c.tops = c.gains + a->group * c.segments;
-    c.scales = c.tops + a->group;
+    c.best = c.shares + a->rows * c.cells;
+    c.sums = c.best + a->rows * c.segments;
+    c.gains = c.sums + a->rows * c.segments;
+    c.tops = c.gains + a->rows * c.segments;
+    c.scales = c.tops + a->rows;
     c.values = (uint8_t *)(c.scales + c.segments);
     c.keys = (int16_t *)(c.values + c.segments * (a->dim / 2));
     return c;
@@ -68,7 +68,7 @@ typedef struct {
 
 ALWAYS_INLINE void load_queries(const Decode *a, int64_t unit, int dim, Query *queries) {
     const int half = dim / 2, quarter = dim / 4;
-    for (int64_t g = 0; g < a->group; g++) {
+    for (int64_t g = 0; g < rows_of(a, unit); g++) {
         Query *query = queries + g;
         memset(query, 0, sizeof *query);
         scaled_query(a, unit, g, dim, query->channels);
@@ -200,11 +200,12 @@ ALWAYS_INLINE void score_record(const Record *record, const uint8_t *ahead, cons
     }
 }
 
-/* Shares of segments [first, last) of one token and KV head. */
+/* Shares of segments [first, last) of a unit's rows. */
 ALWAYS_INLINE void score_records(const Decode *a, const Token *token, int64_t unit, int64_t first,
                                  int64_t last, int dim) {
     const Choice c = choice_of(a, unit);
-    Query queries[MOST_GROUP];
+    const int64_t rows = rows_of(a, unit);
+    Query queries[MOST_ROWS];
     Record record;
     load_queries(a, unit, dim, queries);
     for (int64_t segment = first; segment < last; segment++) {
@@ -215,9 +216,9 @@ ALWAYS_INLINE void score_records(const Decode *a, const Token *token, int64_t un
         memcpy(&scale, from + AT_VALUE_SCALE(dim), sizeof scale);
         c.scales[segment] = widen_fp16(scale);
         memcpy(c.values + segment * (dim / 2), from + AT_VALUE(dim), dim / 2);
-        for (int64_t g = 0; g < a->group; g += 4) {
+        for (int64_t g = 0; g < rows; g += 4) {
             const Query *own = queries + g;
-            switch (min64(a->group - g, 4)) { /* constants, so that loops unroll */
+            switch (min64(rows - g, 4)) { /* constants, so that loops unroll */
             case 1: score_record(&record, ahead, own, 1, &c, g, segment, dim); break;
             case 2: score_record(&record, ahead, own, 2, &c, g, segment, dim); break;
             case 3: score_record(&record, ahead, own, 3, &c, g, segment, dim); break;
@@ -227,7 +228,7 @@ ALWAYS_INLINE void score_records(const Decode *a, const Token *token, int64_t un
     }
 }
 
-/* Of a query head, once all segments [first, last) have shares: their factors in scores, and their
+/* Of a row, once all segments [first, last) have shares: their factors in scores, and their
  * weights. */
 static void normalise(const Decode *a, const Choice *c, int64_t unit, int64_t g, int64_t first,
                       int64_t last) {
@@ -264,13 +265,12 @@ static void normalise(const Decode *a, const Choice *c, int64_t unit, int64_t g,
 
 /* Keys of the cells of segments [first, last): scores as integers.  The last octave is that of the
  * scores of which no more cells than `picks` can be. */
-static void find_keys(const Decode *a, const Choice *c, int64_t picks, int64_t first,
-                      int64_t last) {
-    const int32_t octave = 127 - (63 - __builtin_clzll(max64(picks / a->group, 1)));
+static void find_keys(const Choice *c, int64_t rows, int64_t picks, int64_t first, int64_t last) {
+    const int32_t octave = 127 - (63 - __builtin_clzll(max64(picks / rows, 1)));
     const int32_t first_key = (octave << 2) - MOST_KEY;
     for (int64_t n = first; n < last; n++) {
         float scores[VECTORS] = {0};
-        for (int64_t g = 0; g < a->group; g++) {
+        for (int64_t g = 0; g < rows; g++) {
             const float *shares = c->shares + g * c->cells + n * VECTORS;
             const float factor = c->gains[g * c->segments + n];
             for (int i = 0; i < VECTORS; i++) scores[i] += factor * shares[i];
@@ -301,9 +301,10 @@ static int64_t reach_of(const int16_t *keys, int64_t first, int64_t last, int16_
 static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
     const Choice c = choice_of(a, unit);
     const int64_t first = token->front / VECTORS, last = token->local / VECTORS;
+    const int64_t rows = rows_of(a, unit);
     int32_t *chosen = a->chosen + slot_of(a, unit) * a->max_picks, found = 0;
-    for (int64_t g = 0; g < a->group; g++) normalise(a, &c, unit, g, first, last);
-    find_keys(a, &c, token->picks, first, last);
+    for (int64_t g = 0; g < rows; g++) normalise(a, &c, unit, g, first, last);
+    find_keys(&c, rows, token->picks, first, last);
     int16_t threshold = 0;
     for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
         const int16_t wanted = (int16_t)(threshold | 1 << bit);
@@ -325,7 +326,7 @@ static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
         const uint32_t taken = above | equal;
         for (uint32_t rest = taken; rest; rest &= rest - 1)
             chosen[found++] = (int32_t)(n * VECTORS + __builtin_ctz(rest));
-        for (int64_t g = 0; g < a->group; g++) {
+        for (int64_t g = 0; g < rows; g++) {
             const float *shares = c.shares + g * c.cells + n * VECTORS;
             float left = taken ? 0.0f : c.sums[g * c.segments + n];
             if (taken)

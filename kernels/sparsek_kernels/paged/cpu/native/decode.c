@@ -1,165 +1,25 @@
 /* Decoding on a CPU: select, attend over the pages in place, combine.  Called by decode.py,
  * which documents the arguments.  Sums and weights are float32. */
 
-#include "rotate.h"
 #include "tail.h"
 
-#define CELL 16        /* tokens that blocks of the sketch are multiples of */
-#define CELL_VECTORS 4 /* of a cell, in the sketch */
-#define BLOCK SEGMENT  /* tokens that are counted together where none are chosen */
-#define RUN 128        /* keys that are attended together */
+#define CELL (SEGMENT / VECTORS) /* tokens that are chosen together */
+#define BLOCK SEGMENT            /* tokens that are counted together where none are chosen */
+#define RUN 128                  /* keys that are attended together */
 
-/* Levels of nibble n of the words of a row of the sketch. */
-ALWAYS_INLINE Lanes levels_of(Bits words, int n) {
-    const Bits place = n < 5 ? words << (19 - 4 * n) : words >> (4 * n - 19);
-    return (Lanes)((place & 0x780000) | 0x41800000) - 23.5f; /* 16 + nibble, then -7.5 to 7.5 */
-}
-
-typedef Lanes Factors[MOST_DIM / 8 / LANES][8]; /* of a row of levels: by words and nibble */
-
-/* Factors of a query, rotated as the sketch is.  Nibble n of word i is of channel 4 i + n / 2 of
- * the lower (even n) or upper half of the channels. */
-ALWAYS_INLINE void load_query(const Decode *a, int64_t unit, int64_t g, int dim,
-                              Factors factors) {
-    const int size = dim & -dim;
-    float scaled[MOST_DIM], rotated[MOST_DIM];
-    scaled_query(a, unit, g, dim, scaled);
-    for (int d = 0; d < dim; d += size)
-        rotate(scaled + d, size, (float)(1.0 / sqrt((double)size)), rotated + d);
-    memset(factors, 0, sizeof(Factors));
-    for (int i = 0; i < dim / 8; i++)
-        for (int n = 0; n < 8; n++)
-            factors[i / LANES][n][i % LANES] = rotated[4 * i + n / 2 + n % 2 * (dim / 2)];
-}
-
-/* Factors of which the product with a row of levels is its checksum, less 7.5 times their sum. */
-ALWAYS_INLINE void load_weights(int dim, Factors factors) {
-    memset(factors, 0, sizeof(Factors));
-    for (int i = 0; i < dim / 8; i++)
-        for (int n = 0; n < 8; n++)
-            factors[i / LANES][n][i % LANES] = (float)((1 << n / 2) << n % 2 * 4);
-}
-
-/* Logits of blocks [first, last) of one token and KV head, each its best vector's. */
-ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t unit, int64_t first,
-                                int64_t last, int dim) {
-    const int64_t group = a->group, half = dim / 2, most = a->max_blocks;
-    const int32_t per_page = (int32_t)a->page_size / CELL;
-    const int32_t per_block = (int32_t)a->block_size / CELL;
-    const int32_t *pages = a->table + token->request * a->table_stride;
-    const uint8_t *sketch = a->summary.data + unit % a->heads * a->summary.head;
-    float *scores = a->scores + slot_of(a, unit) * a->scores_size;
-    Factors factors[MOST_GROUP + 1];
-    Lanes sums[MOST_GROUP + 1][LANES];
-    load_weights(dim, factors[0]);
-    for (int64_t g = 0; g < group; g++) {
-        load_query(a, unit, g, dim, factors[g + 1]);
-        for (int64_t block = first; block < last; block++) scores[g * most + block] = -INFINITY;
-    }
-    const int32_t end = (int32_t)last * per_block;
-    for (int32_t cell = (int32_t)first * per_block; cell < end; cell += 2) {
-        const int32_t cells[2] = {cell, cell + 1 < end ? cell + 1 : cell};
-        for (int j = 0; j < LANES; j++) {
-            const int32_t own = cells[j / CELL_VECTORS], page = own / per_page;
-            const int64_t vector = (own - page * per_page) * CELL_VECTORS + j % CELL_VECTORS;
-            const uint8_t *row = sketch + pages[page] * a->summary.page + vector * half;
-            for (int c = 0; c * LANES < dim / 8; c++) {
-                Bits words = {0};
-                Lanes levels[8];
-                copy(&words, row + 4 * LANES * c, half - 4 * LANES * c, sizeof words);
-                for (int n = 0; n < 8; n++) levels[n] = levels_of(words, n);
-                for (int64_t g = 0; g <= group; g++) {
-                    Lanes sum = {0};
-                    for (int n = 0; n < 8; n++) sum += levels[n] * factors[g][c][n];
-                    sums[g][j] = c ? sums[g][j] + sum : sum;
-                }
-            }
-        }
-        /* The scale of a row is its checksum: 5 bits of exponent and 3 of mantissa. */
-        const Lanes total = sums_of(sums[0]) + 7.5f * 255.0f * (float)(dim / 8);
-        const Bits codes = __builtin_convertvector(total, Bits) & 255;
-        const Lanes scale = (Lanes)((codes + (111 << 3)) << 20);
-        const int32_t blocks[2] = {cells[0] / per_block, cells[1] / per_block};
-        for (int64_t g = 0; g < group; g++) {
-            Lanes found = scale * sums_of(sums[g + 1]);
-            found = larger(found, PICK(found, found, 2, 3, 0, 1, 6, 7, 4, 5));
-            found = larger(found, PICK(found, found, 1, 0, 3, 2, 5, 4, 7, 6));
-            for (int i = 0; i < 2; i++) {
-                float *best = scores + g * most + blocks[i];
-                *best = found[i * CELL_VECTORS] > *best ? found[i * CELL_VECTORS] : *best;
-            }
-        }
-    }
-}
-
-/* The `count` best of scores [first, last), ascending, and how many they are; ties to the lower
- * index, NaN counts as 0.  Non-negative floats order as their bits, so the count-th largest is
- * found bit by bit. */
-static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count, int32_t *best) {
-    int32_t found = 0;
-    int64_t above = 0;
-    if (last - first <= count) {
-        for (int64_t b = first; b < last; b++) best[found++] = (int32_t)b;
-        return found;
-    }
-    uint32_t threshold = 0;
-    for (int64_t b = first; b < last; b++) scores[b] = scores[b] > 0.0f ? scores[b] : 0.0f;
-    const uint32_t *keys = (const uint32_t *)scores;
-    for (int bit = 30; bit >= 0; bit--) {
-        const uint32_t wanted = threshold | 1u << bit;
-        int64_t reach = 0;
-#pragma omp simd reduction(+ : reach)
-        for (int64_t b = first; b < last; b++) reach += keys[b] >= wanted;
-        if (reach >= count) threshold = wanted;
-    }
-    for (int64_t b = first; b < last; b++) above += keys[b] > threshold;
-    int64_t equal = count - above; /* places for keys that equal the threshold, the first ones */
-    for (int64_t b = first; b < last && found < count; b++) {
-        if (keys[b] < threshold || (keys[b] == threshold && equal-- <= 0)) continue;
-        best[found++] = (int32_t)b;
-    }
-    return found;
-}
-
-/* Replaces each row of logits by its softmax over [0, count) and adds it to sums. */
-static void add_shares(float *rows, int64_t stride, int64_t group, int64_t count, float *sums) {
-    memset(sums, 0, count * sizeof(float));
-    for (int64_t g = 0; g < group; g++) {
-        float *row = rows + g * stride, top = -INFINITY, total = 0.0f;
-#pragma omp simd reduction(max : top)
-        for (int64_t b = 0; b < count; b++) top = row[b] > top ? row[b] : top;
-        exp_in_place(row, count, top);
-#pragma omp simd reduction(+ : total)
-        for (int64_t b = 0; b < count; b++) total += row[b];
-        for (int64_t b = 0; b < count; b++) sums[b] += row[b] / total;
-    }
-}
-
-/* The blocks that a unit chooses, by their logits. */
-static void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
-    float *scores = a->scores + slot_of(a, unit) * a->scores_size;
-    float *sums = scores + a->group * a->max_blocks;
-    add_shares(scores, a->max_blocks, a->group, token->position / a->block_size, sums);
-    a->units[slot_of(a, unit)].chosen = best_of(sums, token->front, token->local, token->picks,
-                                    a->chosen + slot_of(a, unit) * a->max_picks);
-}
-
-/* Tokens of a block: those that choose none go by runs, whatever the size of blocks, so that the
- * result does not depend on it. */
-ALWAYS_INLINE int64_t block_tokens(const Decode *a, const Token *token) {
-    return token->picks ? a->block_size : BLOCK;
-}
+/* Tokens of a block: a cell's, or more where none are chosen. */
+ALWAYS_INLINE int64_t block_tokens(const Token *token) { return token->picks ? CELL : BLOCK; }
 
 /* Blocks of sinks and window. */
-ALWAYS_INLINE int64_t num_near(const Decode *a, const Token *token) {
-    return token->front + max64(token->position / block_tokens(a, token) + 1 - token->local, 0);
+ALWAYS_INLINE int64_t num_near(const Token *token) {
+    return token->front + max64(token->position / block_tokens(token) + 1 - token->local, 0);
 }
 
 /* Where a piece is in a list of blocks, of the chosen ones or of sinks and window: an entry, and
- * keys of it that are done. */
+ * keys of it that are done.  After them it has the keys of the unit's tokens from `later` on. */
 typedef struct {
     const int32_t *chosen;
-    int64_t entry, last, done;
+    int64_t entry, last, done, later;
 } Cursor;
 
 ALWAYS_INLINE int64_t block_at(const Token *token, const Cursor *at) {
@@ -167,9 +27,10 @@ ALWAYS_INLINE int64_t block_at(const Token *token, const Cursor *at) {
     return at->entry < token->front ? at->entry : token->local + at->entry - token->front;
 }
 
-/* Rows of keys that are attended together; behind them the last one again. */
+/* Rows of keys that are attended together; behind them the last one again.  The unit's rows from
+ * `from` on attend them. */
 typedef struct {
-    int64_t count;
+    int64_t count, from;
     const char *k[RUN], *v[RUN];
 } Run;
 
@@ -179,9 +40,9 @@ ALWAYS_INLINE const char *row_of(const Decode *a, const Rows *rows, int64_t page
                             (rows->is_bf16 ? 2 : 4);
 }
 
-/* The next keys of a piece; none at its end. */
+/* The next keys of a piece, up to the unit's first token or one of a later one; none at its end. */
 static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *at, Run *run) {
-    const int64_t size = block_tokens(a, token), bytes = a->k.is_bf16 ? 2 : 4;
+    const int64_t size = block_tokens(token), bytes = a->k.is_bf16 ? 2 : 4;
     const int32_t *pages = a->table + token->request * a->table_stride;
     int64_t count = 0;
     while (at->entry < at->last && count < RUN) {
@@ -205,6 +66,14 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
         }
         at->done += keys;
         if (key + keys == end) at->entry++, at->done = 0;
+    }
+    run->from = 0;
+    if (!count && at->later < token->count) { /* no token before this one sees its key */
+        const int64_t key = token->position + at->later, page = key / a->page_size;
+        run->k[0] = row_of(a, &a->k, pages[page], unit, key % a->page_size);
+        run->v[0] = row_of(a, &a->v, pages[page], unit, key % a->page_size);
+        run->from = at->later++ * a->group;
+        count = 1;
     }
     run->count = count;
     for (; count && count < RUN; count++) {
@@ -302,10 +171,10 @@ ALWAYS_INLINE void attend_run(const Run *run, const Run *ahead, int is_bf16, con
 /* Adds the blocks of a list to a piece's part. */
 ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t unit, Cursor at,
                                  float *part, int dim) {
-    const int64_t group = a->group, width = PART(dim), chunks = (dim + CHUNK - 1) / CHUNK;
-    Chunk q[MOST_GROUP * ((MOST_DIM + CHUNK - 1) / CHUNK)];
+    const int64_t rows = rows_of(a, unit), width = PART(dim), chunks = (dim + CHUNK - 1) / CHUNK;
+    Chunk q[MOST_ROWS * ((MOST_DIM + CHUNK - 1) / CHUNK)];
     Run runs[2], *run = runs, *ahead = runs + 1;
-    for (int64_t g = 0; g < group; g++) {
+    for (int64_t g = 0; g < rows; g++) {
         const char *row = query_row(a, &a->q, unit, g);
         for (int64_t c = 0; c < chunks; c++)
             q[g * chunks + c] = load_factors(row, a->q.is_bf16, c * CHUNK, dim - c * CHUNK);
@@ -313,10 +182,10 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
     for (next_run(a, token, unit, &at, run); run->count;) {
         next_run(a, token, unit, &at, ahead);
         const Run *next = ahead->count ? ahead : run;
-        for (int64_t g = 0; g < group; g += 4) {
+        for (int64_t g = run->from; g < rows; g += 4) {
             const Chunk *own = q + g * chunks;
             float *sums = part + g * width, scale = a->scale;
-            switch (min64(group - g, 4) * 2 + a->k.is_bf16) { /* constants, so that loops unroll */
+            switch (min64(rows - g, 4) * 2 + a->k.is_bf16) { /* constants, so that loops unroll */
             case 2: attend_run(run, next, 0, own, 1, scale, sums, width, dim); break;
             case 3: attend_run(run, next, 1, own, 1, scale, sums, width, dim); break;
             case 4: attend_run(run, next, 0, own, 2, scale, sums, width, dim); break;
@@ -334,11 +203,11 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
 
 /* The output of a unit, from its parts. */
 static void combine(const Decode *a, int64_t unit) {
-    const int64_t dim = a->dim, width = PART(dim), stride = a->group * width;
-    for (int64_t g = 0; g < a->group; g++) {
+    const int64_t dim = a->dim, width = PART(dim), stride = a->rows * width;
+    for (int64_t g = 0; g < rows_of(a, unit); g++) {
         const float *parts = part_of(a, unit, 0, g);
         float top = -INFINITY, total = 0.0f, sums[PART(MOST_DIM)] = {0};
-        if (a->sinks) top = a->sinks[unit % a->heads * a->group + g], total = 1.0f;
+        if (a->sinks) top = a->sinks[unit % a->heads * a->group + g % a->group], total = 1.0f;
         for (int64_t s = 0; s < a->splits; s++) {
             const float other = parts[(s * stride) + width - 2];
             if (other > top) total *= expf(top - other), top = other;
@@ -361,9 +230,9 @@ static void combine(const Decode *a, int64_t unit) {
 }
 
 /* Parts of a piece to which nothing is added yet. */
-ALWAYS_INLINE void clear(float *part, int64_t group, int dim) {
-    memset(part, 0, group * PART(dim) * sizeof(float));
-    for (int64_t g = 0; g < group; g++) part[(g + 1) * PART(dim) - 2] = -INFINITY;
+ALWAYS_INLINE void clear(float *part, int64_t rows, int dim) {
+    memset(part, 0, rows * PART(dim) * sizeof(float));
+    for (int64_t g = 0; g < rows; g++) part[(g + 1) * PART(dim) - 2] = -INFINITY;
 }
 
 /* Where the share of a piece in `count` things begins. */
@@ -379,15 +248,9 @@ ALWAYS_INLINE int is_last(const Decode *a, int64_t unit) {
 /* Scores of a piece of what lies between sinks and window. */
 ALWAYS_INLINE void score_piece(const Decode *a, const Token *token, int64_t unit, int64_t split,
                                int dim) {
-    if (a->by_records) {
-        const int64_t first = token->front / VECTORS, count = token->local / VECTORS - first;
-        score_records(a, token, unit, first + start_of(a, split, count),
-                      first + start_of(a, split + 1, count), dim);
-    } else {
-        const int64_t blocks = token->position / a->block_size;
-        score_blocks(a, token, unit, start_of(a, split, blocks), start_of(a, split + 1, blocks),
-                     dim);
-    }
+    const int64_t first = token->front / VECTORS, count = token->local / VECTORS - first;
+    score_records(a, token, unit, first + start_of(a, split, count),
+                  first + start_of(a, split + 1, count), dim);
 }
 
 /* What a piece adds of the tail. */
@@ -399,8 +262,7 @@ ALWAYS_INLINE void tail_piece(const Decode *a, const Token *token, int64_t unit,
 }
 
 static void choose(const Decode *a, const Token *token, int64_t unit) {
-    if (a->by_records) choose_cells(a, token, unit);
-    else choose_blocks(a, token, unit);
+    choose_cells(a, token, unit);
     a->units[slot_of(a, unit)].waiting = (int32_t)a->splits;
 }
 
@@ -408,16 +270,17 @@ static void choose(const Decode *a, const Token *token, int64_t unit) {
  * what is chosen of it, and the tail.  The last piece of a unit chooses, or combines. */
 ALWAYS_INLINE void do_piece(const Decode *a, int pass, int64_t piece, int dim) {
     const int64_t unit = piece / a->splits, split = piece % a->splits;
-    const Token *token = a->plan + unit / a->heads;
+    const Token *token = token_of(a, unit);
     if (pass && !token->picks) return;
     float *part = part_of(a, unit, split, 0);
-    if (!pass) clear(part, a->group, dim);
+    if (!pass) clear(part, rows_of(a, unit), dim);
     const int32_t *chosen = pass ? a->chosen + slot_of(a, unit) * a->max_picks : NULL;
-    const int64_t count = pass ? a->units[slot_of(a, unit)].chosen : num_near(a, token);
-    const Cursor at = {chosen, start_of(a, split, count), start_of(a, split + 1, count), 0};
+    const int64_t count = pass ? a->units[slot_of(a, unit)].chosen : num_near(token);
+    const int64_t later = pass || split < a->splits - 1 ? token->count : 1;
+    const Cursor at = {chosen, start_of(a, split, count), start_of(a, split + 1, count), 0, later};
     attend_blocks(a, token, unit, at, part, dim);
     if (token->picks && !pass) score_piece(a, token, unit, split, dim);
-    if (pass && a->by_records) tail_piece(a, token, unit, split, part, dim);
+    if (pass) tail_piece(a, token, unit, split, part, dim);
     if (!is_last(a, unit)) return;
     if (token->picks && !pass) choose(a, token, unit);
     else combine(a, unit);
@@ -434,7 +297,7 @@ static void do_piece_of(const Decode *a, int pass, int64_t piece) {
 
 /* Pieces are dealt out as threads come for them: other work may hold one of them up. */
 void sparsek_decode(const Decode *a) {
-    const int64_t units = a->tokens * a->heads, pieces = units * a->splits;
+    const int64_t units = a->lists * a->heads, pieces = units * a->splits;
     const int passes = a->max_picks ? 2 : 1;
     if (a->splits == 1) {
 #pragma omp parallel for num_threads(a->threads) schedule(dynamic, 1)

@@ -7,7 +7,7 @@
 #include "lanes.h"
 
 #define MOST_DIM 256
-#define MOST_GROUP 64
+#define MOST_ROWS 64
 
 typedef struct {
     char *data;
@@ -15,14 +15,15 @@ typedef struct {
     int64_t is_bf16;
 } Rows;
 
-/* What pages keep of their keys: a sketch (sketch.py) or records (record.py); strides in bytes. */
+/* The records (record.py) that pages keep; strides in bytes. */
 typedef struct {
     const uint8_t *data;
     int64_t page, head;
 } Summary;
 
+/* A token, or the tokens of a request that choose together: the first one, and how many. */
 typedef struct {
-    int64_t request, position, front, picks, local, sinks_end, window_start;
+    int64_t request, row, count, position, front, picks, local, sinks_end, window_start;
 } Token;
 
 typedef struct {
@@ -31,9 +32,8 @@ typedef struct {
 } Unit;
 
 typedef struct {
-    int64_t tokens, heads, group, dim, page_size, block_size, threads, splits;
+    int64_t lists, heads, group, rows, dim, page_size, threads, splits;
     int64_t max_blocks, max_picks;
-    int64_t by_records; /* whether blocks are chosen by records */
     int64_t scores_size;
     float scale;       /* of logits */
     Rows q, out, k, v; /* q, out: [tokens, heads * group, dim] */
@@ -45,10 +45,20 @@ typedef struct {
     float *scores;      /* [slots, scores_size]: what a choice is made from */
     int32_t *chosen;    /* [slots, max_picks] blocks, ascending */
     Unit *units;        /* [slots] */
-    float *parts;       /* [slots, splits, group, PART]: sums, by chunks; maximum, total */
+    float *parts;       /* [slots, splits, rows, PART]: sums, by chunks; maximum, total */
 } Decode;
 
-/* Where a unit, a token and KV head, keeps what it needs: it has a slot of its own where several
+/* The tokens of a unit. */
+ALWAYS_INLINE const Token *token_of(const Decode *a, int64_t unit) {
+    return a->plan + unit / a->heads;
+}
+
+/* Rows of a unit: the query heads of each of its tokens; `rows` of Decode is the most of them. */
+ALWAYS_INLINE int64_t rows_of(const Decode *a, int64_t unit) {
+    return token_of(a, unit)->count * a->group;
+}
+
+/* Where a unit, tokens and a KV head, keeps what it needs: it has a slot of its own where several
  * pieces work on it, and else its thread's. */
 ALWAYS_INLINE int64_t slot_of(const Decode *a, int64_t unit) {
     return a->splits > 1 ? unit : omp_get_thread_num();
@@ -60,10 +70,10 @@ ALWAYS_INLINE int64_t slot_of(const Decode *a, int64_t unit) {
 ALWAYS_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Row of a unit's first query head in q or out. */
+/* A unit's row g in q or out. */
 ALWAYS_INLINE char *query_row(const Decode *a, const Rows *rows, int64_t unit, int64_t g) {
-    const int64_t head = unit % a->heads * a->group + g;
-    const int64_t at = unit / a->heads * rows->page + head * rows->head;
+    const int64_t head = unit % a->heads * a->group + g % a->group;
+    const int64_t at = (token_of(a, unit)->row + g / a->group) * rows->page + head * rows->head;
     return rows->data + at * (rows->is_bf16 ? 2 : 4);
 }
 
@@ -91,7 +101,7 @@ ALWAYS_INLINE void ask(const void *row, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(lines + line, 0, 2);
 }
 
-/* Floats of a part's sums of one query head: channels in the order of chunks. */
+/* Floats of a part's sums of one row: channels in the order of chunks. */
 ALWAYS_INLINE float *part_of(const Decode *a, int64_t unit, int64_t split, int64_t g) {
-    return a->parts + ((slot_of(a, unit) * a->splits + split) * a->group + g) * PART(a->dim);
+    return a->parts + ((slot_of(a, unit) * a->splits + split) * a->rows + g) * PART(a->dim);
 }

@@ -19,23 +19,27 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.record import VECTORS
 
-_MOST_DIM, _MOST_GROUP = 256, 64
+_MOST_DIM, _MOST_ROWS = 256, 64
 _UNIT = 2
-"""Numbers that ``decode.c`` keeps of a token and KV head."""
+"""Numbers that ``decode.c`` keeps of a list and KV head."""
 RUN = 64
 """Tokens that ``decode.c`` goes by where none are chosen."""
 _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
 
 
-_ARGUMENTS = Struct("@12q f 5q5q5q5q 3q 2q 2q 4q")
+_ARGUMENTS = Struct("@11q f 5q5q5q5q 3q 2q 2q 4q")
 """``Decode`` of ``decode.h``: sizes, factors, rows of q, out, K and V, what the pages keep, the
 table, then pointers to what is read and to what is written.  Packing takes a third of what ctypes
 takes."""
 
 
-def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
-    """Whether the C function decodes these tensors; the torch path does where it does not."""
+def supports(operands: PagedOperands, batch: PagedBatch, together: int = 1) -> bool:
+    """Whether the C function decodes these tensors; the torch path does where it does not.
+
+    Args:
+        together: most tokens that choose together.
+    """
     k_cache, v_cache, table = operands.k_cache, operands.v_cache, batch.block_table
     dtype, dim = k_cache.dtype, k_cache.shape[-1]
     summary = operands.k_summary
@@ -51,7 +55,7 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
         and k_cache.stride(-1) == v_cache.stride(-1) == 1
         and k_cache.shape[2] % 16 == 0
         and dim <= _MOST_DIM
-        and operands.group <= _MOST_GROUP
+        and operands.group * together <= _MOST_ROWS
         and build.library() is not None
     )
 
@@ -59,28 +63,37 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
 def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
     """Blocks that each decoded token attends: ``[0, front)``, the best ``picks``, ``[local, own]``.
 
-    Tokens that choose none count in runs of 64 tokens instead.  Those that choose by records count
-    in cells, with whole segments before the first candidate and between it and ``local``.
+    Blocks are cells of two tokens, with whole segments before the first candidate and between it
+    and ``local``; a row of the plan is then of all new tokens of a request, of which the later ones
+    see the keys between.  Tokens that choose none count in runs of 64 tokens instead.
 
     Args:
         batch: the decodes in front of it.
         rule: per token.
 
     Returns:
-        ``[T, 7]`` int64: request, position, front, most picks, local, and a range of keys not seen.
+        ``[lists, 9]`` int64: request, row of q, tokens, position of the first one, front, most
+        picks, local, and a range of keys not seen.
     """
-    lengths, counts = host_lengths(batch)
-    rows = [
-        (request, *_blocks_of(rule, position))
-        for request in range(batch.num_decodes)
-        for position in range(lengths[request] - counts[request], lengths[request])
-    ]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 7)
+    rows, row = [], 0
+    for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
+        if request == batch.num_decodes:
+            break
+        start = length - count
+        shared = rule.alignment > 0  # what the first token sees decides for all
+        together = count if shared and not rule.sees_all(start) else 1
+        for token in range(0, count, max(together, 1)):
+            position = start + token
+            dense = rule.sees_all(start if shared else position)
+            blocks = _blocks_of(rule, position, dense)
+            rows.append((request, row + token, together, *blocks))
+        row += count
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 9)
 
 
-def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
+def _blocks_of(rule: SelectionPolicy, position: int, dense: bool) -> tuple[int, ...]:
     runs = position // RUN + 1
-    if rule.sees_all(position):
+    if dense:
         return position, runs, 0, runs, 0, 0
     sinks, start = rule.num_sink, position + 1 - (rule.window_size or 0)
     if rule.selects_blocks:
@@ -110,9 +123,10 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     if built is None:
         raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
     sized = batch.derived(("native", rule), lambda: _sized_plan(batch, rule))
-    tokens, _, dim = operands.q.shape
+    lists, dim = len(sized.plan), operands.q.shape[2]
     heads, group = operands.k_cache.shape[1], operands.group
-    units = tokens * heads
+    rows = sized.together * group
+    units = lists * heads
     if not units:
         return
     threads = torch.get_num_threads()
@@ -124,29 +138,26 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         q = q.contiguous()
     result = out if out.stride(-1) == 1 else out.contiguous()
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
-    scores = (group + 1) * sized.blocks
-    if sized.by_records:
-        scores = _choice_size(group, sized.blocks, dim)
+    scores = _choice_size(rows, sized.blocks, dim)
     sizes = (  # of scores, chosen, units and parts: four bytes each
         slots * scores,
         slots * sized.picks,
         slots * _UNIT,
-        slots * splits * group * (ceil_div(dim, 32) * 32 + 2),
+        slots * splits * rows * (ceil_div(dim, 32) * 32 + 2),
     )
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
     starts = accumulate((4 * size for size in sizes[:-1]), initial=scratch.data_ptr())
     arguments = _ARGUMENTS.pack(
-        tokens,
+        lists,
         heads,
         group,
+        rows,
         dim,
         operands.k_cache.shape[2],
-        rule.sel_block_size,
         threads,
         splits,
         sized.blocks,
         sized.picks,
-        sized.by_records,
         scores,
         operands.softmax_scale,
         *_rows(q),
@@ -173,29 +184,28 @@ class _SizedPlan:
         plan: of :func:`plan_tokens`.
         blocks: to score.
         picks: blocks chosen, at most.
-        by_records: whether they are chosen by records.
+        together: tokens that choose together, at most.
     """
 
     plan: torch.Tensor
     blocks: int = 0
     picks: int = 0
-    by_records: bool = False
+    together: int = 1
 
 
 def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     plan = plan_tokens(batch, rule)
-    picking = plan[plan[:, 3] > 0]
+    together = int(plan[:, 2].max()) if len(plan) else 1
+    picking = plan[plan[:, 5] > 0]
     if not picking.numel():
-        return _SizedPlan(plan)
-    by_records = rule.alignment > 0
-    blocks = picking[:, 4] if by_records else picking[:, 1] // rule.sel_block_size
-    return _SizedPlan(plan, int(blocks.max()), int(picking[:, 3].max()), by_records)
+        return _SizedPlan(plan, together=together)
+    return _SizedPlan(plan, int(picking[:, 6].max()), int(picking[:, 5].max()), together)
 
 
-def _choice_size(group: int, cells: int, dim: int) -> int:
+def _choice_size(rows: int, cells: int, dim: int) -> int:
     """Floats of a ``Choice`` of ``choose.h``."""
     segments = cells // VECTORS
-    return group * (cells + 3 * segments + 1) + segments * (1 + dim // 8) + cells // 2
+    return rows * (cells + 3 * segments + 1) + segments * (1 + dim // 8) + cells // 2
 
 
 def _summary(k_summary: torch.Tensor | None) -> tuple[int, ...]:

@@ -147,11 +147,6 @@ ALWAYS_INLINE Lanes sums_of(const Lanes of[LANES]) {
            PICK(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
 }
 
-ALWAYS_INLINE Lanes larger(Lanes a, Lanes b) {
-    const Bits first = (Bits)(a > b);
-    return (Lanes)(((Bits)a & first) | ((Bits)b & ~first));
-}
-
 /* exp of count values, none above 0, relative error below 3e-7; below -87 it gives about 1e-38. */
 ALWAYS_INLINE void exp_in_place(float *x, int64_t count, float shift) {
 #pragma omp simd

@@ -51,7 +51,7 @@ ALWAYS_INLINE void join(const float *sums, float top, float total, int is_bf16, 
     state[1] = keep * state[1] + share * total;
 }
 
-/* Adds what is left of segments [first, last) to a part's rows of up to four query heads. */
+/* Adds what is left of segments [first, last) to up to four rows of a part. */
 ALWAYS_INLINE void add_tails(const Decode *a, int64_t unit, int64_t from, int heads, int64_t first,
                              int64_t last, float *part, int dim) {
     const Choice c = choice_of(a, unit);
@@ -78,9 +78,10 @@ ALWAYS_INLINE void add_tails(const Decode *a, int64_t unit, int64_t from, int he
 
 static void add_tail(const Decode *a, int64_t unit, int64_t first, int64_t last, float *part,
                      int dim) {
-    for (int64_t g = 0; g < a->group; g += 4) {
+    const int64_t count = rows_of(a, unit);
+    for (int64_t g = 0; g < count; g += 4) {
         float *rows = part + g * PART(dim);
-        switch (min64(a->group - g, 4)) { /* constants, so that loops unroll */
+        switch (min64(count - g, 4)) { /* constants, so that loops unroll */
         case 1: add_tails(a, unit, g, 1, first, last, rows, dim); break;
         case 2: add_tails(a, unit, g, 2, first, last, rows, dim); break;
         case 3: add_tails(a, unit, g, 3, first, last, rows, dim); break;

@@ -5,8 +5,7 @@ numbers of bfloat16.  It is written when the last of them is there, from the key
 that the order of writes leaves no trace.  Half the sum of two neighbours is the mean of 32 keys
 that InfLLM-v2 scores.
 
-The means take the place of the sketch (sketch.py), and just as many bytes: two for a channel of 16
-tokens, where the sketch has half a byte for a channel of 4.
+The means take the place of records, and two bytes for a channel of 16 tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def view_means(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.
     """View of the means, ``[..., page_size / 16, D]`` bfloat16.
 
     Args:
-        k_summary: ``[..., summary_bytes(page_size, D)]`` uint8.
+        k_summary: ``[..., mean_bytes(page_size, D)]`` uint8.
     """
     cells = page_size // CELL_SIZE
     used = k_summary[..., : 2 * cells * head_dim]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.checks import check_summary
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.index.base import Indexer
@@ -18,15 +18,19 @@ from sparsek_kernels.paged.record import page_bytes
 
 
 class PageRecords(Indexer):
-    """A token's cells of 2 keys rank by the probabilities of their vectors, summed over the group.
+    """Cells of 2 keys rank by the probabilities of their vectors.
 
-    Records are written once their segment of 64 tokens is complete, and again where its last token
-    is.  The rule is docs/selection.md.
+    These are summed over a request's new tokens and the group, so that its tokens share a list.
+
+    ``write_kv`` writes a record once its segment of 64 tokens is complete, and again where the last
+    one of them is.  The rule is docs/selection.md.
     """
 
     per_token: ClassVar[bool | None] = True
     reads_pages: ClassVar[bool] = True
+    written_with_keys: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = True
+    shares_context: ClassVar[bool] = True
     aligned: ClassVar[bool] = True
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
@@ -46,45 +50,42 @@ class PageRecords(Indexer):
             )
         page_bytes(*k_cache.shape[2:])
 
-    def write(
-        self,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k_summary: torch.Tensor,
-        batch: PagedBatch,
-        policy: SelectionPolicy,
+    def check_pages(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor
     ) -> None:
-        """Keep the records of the segments that the new tokens complete."""
+        """Check that pages have room for records of K and V.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: they have not.
+        """
+        check_summary(k_summary, k_cache, self.page_bytes(*k_cache.shape[2:]))
         if v_cache.shape[-1] != k_cache.shape[-1]:
             raise ValueError(
                 f"v_cache: expected rows as wide as those of K, {k_cache.shape[-1]}, with "
                 f"{type(self).__name__}, got {v_cache.shape[-1]}; pad V with zeros"
             )
-        if not k_cache.is_cuda:
-            write_records_eager(k_cache, v_cache, k_summary, batch)
-            return
-        from sparsek_kernels.paged.index.page_records import launch_write
-
-        launch_write.write_records(k_cache, v_cache, k_summary, batch)
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
         """Decode by the C function where it takes these tensors."""
-        if operands.largest is not None or not native_decode.supports(operands, segment.batch):
+        if operands.q.is_cuda or operands.ranks is not None:
             return False
-        tokens = slice(sum(segment.batch.query_lens))
+        counts = segment.batch.query_lens
+        if not native_decode.supports(operands, segment.batch, max(counts, default=1)):
+            return False
+        tokens = slice(sum(counts))
         native_decode.decode(operands.of_rows(tokens), segment.batch, segment.policy)
         return True
 
     def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
-        """Return each token's cells, and what stands in for the others.
+        """Return each request's cells, and what stands in for the others to each token.
 
         Raises:
-            NotImplementedError: the tokens are a prompt's.
+            ValueError: the tokens are a prompt's, not yet told apart.
         """
         if not segment.decodes:
-            raise NotImplementedError(
-                f"query_tile: prompts are not served token by token with {type(self).__name__}; "
-                "give them tiles, or another indexer"
+            raise ValueError(
+                f"segment: expected tokens that are decoded alone with {type(self).__name__}, got "
+                "a prompt's; plan the step by plan_step()"
             )
         if not operands.q.is_cuda:
             from sparsek_kernels.paged.index.page_records import cpu
@@ -93,3 +94,21 @@ class PageRecords(Indexer):
         from sparsek_kernels.paged.index.page_records import launch
 
         return launch.select(operands, segment)
+
+
+def write_records(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write the records of the segments that end at some slots, whose K and V are there.
+
+    Args:
+        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, written.
+        slots: ``[T]`` int64, none twice; -1 marks padding.
+    """
+    if not k_cache.is_cuda:
+        write_records_eager(k_cache, v_cache, k_summary, slots)
+        return
+    from sparsek_kernels.paged.index.page_records import launch_write
+
+    launch_write.write_records(k_cache, v_cache, k_summary, slots)

@@ -12,13 +12,16 @@ CHUNK = 64
 """Segments of a program that ranks cells."""
 
 
-def first_key(policy: SelectionPolicy, group: int) -> int:
+def first_key(policy: SelectionPolicy, rows: int) -> int:
     """What is taken from a float32 score's highest 11 bits, so that keys end at 63.
 
-    The scores of a KV head add up to ``group`` at most, so a cell above ``group / top_k`` is chosen
+    The scores of a KV head add up to ``rows`` at most, so a cell above ``rows / top_k`` is chosen
     in any case: the last key is for these.
+
+    Args:
+        rows: tokens that choose together, times query heads that share a KV head.
     """
-    octave = int(log2(max(policy.scored_blocks / group, 1.0)))
+    octave = int(log2(max(policy.scored_blocks / rows, 1.0)))
     return ((127 - octave) << 2) - (KEYS - 1)
 
 

@@ -1,4 +1,4 @@
-"""Choosing by records in torch, for tokens that choose each for itself."""
+"""Choosing by records in torch, for the tokens of a request together."""
 
 from __future__ import annotations
 
@@ -24,65 +24,81 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
     batch, policy = segment.batch, segment.policy
     lengths, counts = host_lengths(batch)
     tokens = sum(counts[: batch.num_decodes])
-    chosen = new_indices(tokens, operands.heads, policy)
+    chosen = new_indices(batch.num_decodes, operands.heads, policy)
     segments = ceil_div(batch.max_seq_len, SEGMENT)
     logits = torch.full((tokens, operands.q.shape[1], segments), float("-inf"))
     row = 0
     for request in range(batch.num_decodes):
-        start = lengths[request] - counts[request]
-        for position in range(start, lengths[request]):
-            if not policy.sees_all(position):
-                pages = batch.block_table[request].long()
-                chosen[row], logits[row] = _choose(operands, policy, row, position, pages, segments)
-            row += 1
+        rows = slice(row, row + counts[request])
+        position = lengths[request] - counts[request]
+        if counts[request] and not policy.sees_all(position):
+            pages = batch.block_table[request].long()
+            found = _choose(operands, policy, rows, position, pages, segments)
+            chosen[request], logits[rows] = found
+        row = rows.stop
     return Chosen(chosen, Tail(logits, operands.summary))
 
 
 def _choose(
     operands: PagedOperands,
     policy: SelectionPolicy,
-    row: int,
+    rows: slice,
     position: int,
     pages: torch.Tensor,
     segments: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cells ``[Hkv, scored_blocks]`` of a token, and base-2 logits of tails ``[Hq, segments]``.
+    """Cells ``[Hkv, scored_blocks]`` of a request, and its tokens' base-2 logits of tails,
+    ``[n, Hq, segments]``.
 
     Args:
-        row: of the token's query.
-        position: of the token.
+        rows: of its ``n`` tokens' queries.
+        position: of its first token.
         pages: ``[W]`` int64, its sequence's.
         segments: how many logits.
     """
     page_size, dim = operands.page_size, operands.q.shape[-1]
-    q = operands.q[row].float().unflatten(0, (operands.heads, -1)) * operands.softmax_scale
+    q = operands.q[rows].float().unflatten(1, (operands.heads, -1)) * operands.softmax_scale
+    count, group = q.shape[0], q.shape[2]
+    q = q.transpose(0, 1).flatten(1, 2)  # [Hkv, n * G, D]
+    ranks = operands.ranks
     begin, end = (block // VECTORS for block in policy.candidate_range(position))
     which = torch.arange(begin, end)
-    records = view_records(operands.summary, page_size, dim)
+    which = which[pages[which * SEGMENT // page_size] >= 0]  # not on another rank
     page, place = pages[which * SEGMENT // page_size], which % (page_size // SEGMENT)
+    records = view_records(operands.summary, page_size, dim)
     records = records[page, :, place].transpose(0, 1)  # [Hkv, S, record]
     vectors = read_vectors(records, dim)  # [Hkv, S, 32, D]
     logits = torch.matmul(q, vectors.flatten(1, 2).mT).unflatten(-1, (-1, VECTORS))
     squares = q[..., : dim // 2].square() + q[..., dim // 2 :].square()
     variance = torch.matmul(squares, read_variances(records, dim).mT)
     gain = (1.0 + variance).sqrt() - 1.0
-    keys = read_sequence(operands.k_cache, pages, position + 1).float()
-    near = torch.cat([keys[:, : begin * SEGMENT], keys[:, end * SEGMENT :]], 1)
+    key = torch.arange(position + count)
+    near = (key < begin * SEGMENT) | (key >= end * SEGMENT)
+    near &= pages[key // page_size] >= 0
+    keys = read_sequence(operands.k_cache, pages.clamp(min=0), position + count)[:, near].float()
+    exact = torch.matmul(q, keys.mT).unflatten(1, (count, group))
+    later = key[near] > position + torch.arange(count)[:, None]
+    exact = exact.masked_fill(later[:, None], float("-inf")).flatten(1, 2)
     both = logits + math.log(2.0)  # of a cell's two keys
-    total = torch.cat([torch.matmul(q, near.mT), both.flatten(2)], -1).logsumexp(-1)
-    scores = (both + (gain - total[..., None])[..., None]).exp().sum(1).flatten(1)
-    ranks = cell_keys(scores, policy, operands.group)
-    count = policy.scored_blocks
-    best = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :count]
-    best = best.sort(-1).values
-    taken = torch.zeros_like(ranks, dtype=torch.bool).scatter_(-1, best, True)
-    left = both.masked_fill(taken.view(operands.heads, 1, -1, VECTORS), float("-inf"))
-    found = torch.full((operands.q.shape[1], segments), float("-inf"))
-    found[:, begin:end] = (left.logsumexp(-1) * _LOG2E).flatten(0, 1)
-    return (best + begin * VECTORS).to(torch.int32), found
+    total = torch.cat([exact, both.flatten(2)], -1).logsumexp(-1)
+    if ranks is not None:
+        total = ranks.gather(total).logsumexp(0)
+    scores = (both + (gain - total[..., None])[..., None]).exp().sum(1)
+    found = torch.zeros(operands.heads, end - begin, VECTORS, dtype=torch.int8)
+    found[:, which - begin] = cell_keys(scores, policy, q.shape[1]).to(torch.int8)
+    if ranks is not None:
+        found = ranks.largest(found)
+    order = torch.sort(found.flatten(1), dim=-1, descending=True, stable=True).indices
+    best = order[:, : policy.scored_blocks].sort(-1).values
+    taken = torch.zeros_like(found.flatten(1), dtype=torch.bool).scatter_(-1, best, True)
+    taken = taken.unflatten(1, (-1, VECTORS))[:, which - begin]
+    left = both.masked_fill(taken.unsqueeze(1), float("-inf")).logsumexp(-1) * _LOG2E
+    tails = torch.full((count, operands.q.shape[1], segments), float("-inf"))
+    tails[..., which] = left.unflatten(1, (count, group)).transpose(0, 1).flatten(1, 2)
+    return (best + begin * VECTORS).to(torch.int32), tails
 
 
-def cell_keys(scores: torch.Tensor, policy: SelectionPolicy, group: int) -> torch.Tensor:
+def cell_keys(scores: torch.Tensor, policy: SelectionPolicy, rows: int) -> torch.Tensor:
     """Integer keys of float32 scores: their highest bits."""
     scores = scores.nan_to_num(0.0).clamp_(min=0.0)
-    return ((scores.view(torch.int32) >> 21) - first_key(policy, group)).clamp_(0, KEYS - 1)
+    return ((scores.view(torch.int32) >> 21) - first_key(policy, rows)).clamp_(0, KEYS - 1)

@@ -1,10 +1,12 @@
 """Launching the choice of cells by records.
 
-One launch does it where NVIDIA's matrix units take the shapes (``kernels/fused.py``), else four.
+Two launches do it where NVIDIA's matrix units take the shapes (``launch_sm80.py``), else five.
+Between these, ranks that hold a sequence's pages between them agree on totals, then on keys.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from sparsek_kernels.paged.index.page_records.kernels.choose import (
     list_cells_kernel,
     rank_cells_kernel,
     tail_kernel,
+    total_kernel,
 )
 from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, score_records_kernel
 from sparsek_kernels.paged.index.problem import Selection, Step
@@ -63,35 +66,36 @@ class Shape(NamedTuple):
 def select(operands: PagedOperands, segment: Segment) -> Chosen:
     """Triton form of :meth:`PageRecords.select`."""
     call, chooses = new_selection(operands, segment)
+    if not chooses:
+        return Chosen(call.out)
     batch, device = call.batch, operands.q.device
-    tokens, heads = call.out.shape[0], operands.q.shape[1]
+    tokens, heads = batch.num_decode_tokens, operands.q.shape[1]
     width = ceil_div(ceil_div(batch.max_seq_len, SEGMENT), UNIT.value) * UNIT.value
     tails = workspace(device, "tails", tokens * heads * width, torch.float32)
     tails = tails[: tokens * heads * width].view(tokens, heads, width)
-    if chooses:
-        rule = Rule(
-            call.policy.sink_blocks,
-            call.policy.reach_blocks,
-            call.policy.scored_blocks,
-            KEYS,
-            first_key(call.policy, call.group),
-        )
-        shape = Shape(
-            batch.decode_query_len,
-            call.heads,
-            call.group,
-            next_power_of_2(call.group),
-            max(next_power_of_2(call.group), 8),
-            operands.q.shape[2],
-            operands.page_size,
-            record_bytes(operands.q.shape[2]),
-        )
-        if _fits(call, width):
-            from sparsek_kernels.paged.index.page_records import launch_sm80
+    rule = Rule(
+        call.policy.sink_blocks,
+        call.policy.reach_blocks,
+        call.policy.scored_blocks,
+        KEYS,
+        first_key(call.policy, call.group),
+    )
+    shape = Shape(
+        batch.decode_query_len,
+        call.heads,
+        call.group,
+        next_power_of_2(call.group),
+        max(next_power_of_2(call.group), 8),
+        operands.q.shape[2],
+        operands.page_size,
+        record_bytes(operands.q.shape[2]),
+    )
+    if _fits(call, width) and not segment.fixed_order:  # sums there follow the batch
+        from sparsek_kernels.paged.index.page_records import launch_sm80
 
-            launch_sm80.choose(call, rule, shape, tails)
-        else:
-            _choose_in_steps(call, rule, shape, tails)
+        launch_sm80.choose(call, rule, shape, tails)
+    else:
+        _choose_in_steps(call, rule, shape, tails)
     return Chosen(call.out, Tail(tails, operands.summary))
 
 
@@ -100,6 +104,7 @@ def _fits(call: Selection, width: int) -> bool:
     q = call.q
     return (
         not knobs.runtime.interpret
+        and call.operands.ranks is None
         and torch.version.hip is None
         and device_arch(q.device) >= 80
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -116,41 +121,39 @@ def _choose_in_steps(call: Selection, rule: Rule, shape: Shape, tails: torch.Ten
     most = _SCRATCH_ELEMENTS // (length * call.q.shape[1] * width * VECTORS)
     requests = max(min(most, batch.num_decodes, MOST_ROWS // length), 1)
     for first in range(0, batch.num_decodes, requests):
-        here = min(requests, batch.num_decodes - first)
-        step = Step(first * length, here * length)
-        _choose_some(call, rule, shape, tails, step, requests * length)
+        step = Step(first, min(requests, batch.num_decodes - first))
+        _choose_some(call, rule, shape, tails, step, requests)
 
 
 def _choose_some(
     call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor, step: Step, most: int
 ) -> None:
-    """Choose for a step's tokens, of at most ``most``: scratch and kernels are the same for all."""
+    """Choose for some requests, of at most ``most``: scratch and kernels are the same for all."""
     q, operands, batch = call.q, call.operands, call.batch
-    device, records = q.device, operands.summary
+    device, records, ranks = q.device, operands.summary, operands.ranks
     _, heads, width = tails.shape
-    rows = most * heads
+    rows = most * shape.QUERY_LEN * heads
     rest = workspace(device, "rest", rows * width * VECTORS, torch.float16)
     base = workspace(device, "base", rows * width, torch.float32)
     gain = workspace(device, "gain", rows * width, torch.float32)
     units = workspace(device, "units", rows * width // UNIT.value, torch.float32)
-    near = workspace(device, "near", rows, torch.float32)
-    keys = workspace(device, "keys", most * call.heads * width * VECTORS, torch.int16)
+    totals = workspace(device, "totals", rows, torch.float32)
+    keys = workspace(device, "keys", most * call.heads * width * VECTORS, torch.int8)
     counts = workspace(device, "key counts", most * call.heads * KEYS, torch.int32)
     cuts = workspace(device, "cuts", 2 * most * call.heads, torch.int32)
     lengths = (batch.seq_lens, batch.cu_seqlens_q)
     overlap = overlap_options(device)
     block_m = next_power_of_2(shape.QUERY_LEN) * shape.HEADS
-    requests = step.count // shape.QUERY_LEN
-    shares = 8 * multiprocessors(device) // (requests * call.heads)
+    shares = 8 * multiprocessors(device) // (step.count * call.heads)
     shares = min(max(shares, 1), width // UNIT.value)
     run(
         score_records_kernel,
-        (shares + shape.QUERY_LEN, call.heads, requests),
+        (shares + shape.QUERY_LEN, call.heads, step.count),
         rest,
         base,
         gain,
         units,
-        near,
+        totals,
         counts,
         q,
         operands.k_cache,
@@ -159,7 +162,7 @@ def _choose_some(
         *lengths,
         call.qk_scale,
         call.policy.dense_below,
-        step.first // shape.QUERY_LEN,
+        step.first,
         width,
         q.stride()[:2],
         operands.k_cache.stride()[:3],
@@ -174,6 +177,20 @@ def _choose_some(
     )
     constants = {"RULE": rule, "SHAPE": shape, **overlap}
     place = (call.policy.dense_below, step.first, width)
+    run(
+        total_kernel,
+        (heads, step.count * shape.QUERY_LEN),
+        totals,
+        units,
+        *lengths,
+        *place,
+        UNITS=min(next_power_of_2(width // UNIT.value), 1024),
+        num_warps=4,
+        **constants,
+    )
+    if ranks is not None:
+        written = totals[: step.count * shape.QUERY_LEN * heads]
+        totals = reduce(torch.logaddexp2, ranks.gather(written))
     grid = (ceil_div(width, CHUNK), call.heads, step.count)
     run(
         rank_cells_kernel,
@@ -183,15 +200,15 @@ def _choose_some(
         rest,
         base,
         gain,
-        units,
-        near,
+        totals,
         *lengths,
         *place,
-        UNITS=min(next_power_of_2(width // UNIT.value), 1024),
         CHUNK=CHUNK,
         num_warps=4,
         **constants,
     )
+    if ranks is not None:
+        keys = ranks.largest(keys[: step.count * call.heads * width * VECTORS])
     run(
         list_cells_kernel,
         (step.count, call.heads),
@@ -203,6 +220,7 @@ def _choose_some(
         *place,
         *call.out.stride()[:2],
         BLOCK=min(next_power_of_2(width * VECTORS), 4096),
+        SHARDED=ranks is not None,
         num_warps=8,
         **constants,
     )

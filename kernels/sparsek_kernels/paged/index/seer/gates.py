@@ -4,9 +4,9 @@ A gate makes one query of all query heads that share a KV head, and one key of a
 Both are made without positions, and then turned by RoPE: the query by its own position, the key by
 the one of its block's first token.
 
-Pages keep the key of every complete block in place of the sketch (sketch.py): ``D`` numbers of
-float32 for each block and KV head.  It is written when the last of the block's tokens is there,
-from the keys in the page, so that the order of writes leaves no trace.  Blocks lie inside a page.
+Pages keep the key of every complete block in place of records: ``D`` numbers of float32 for each
+block and KV head.  It is written when the last of the block's tokens is there, from the keys in the
+page, so that the order of writes leaves no trace.  Blocks lie inside a page.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def view_gate_keys(
     """View of the gate keys, ``[..., page_size / sel_block_size, D]`` float32.
 
     Args:
-        k_summary: ``[..., summary_bytes(page_size, D)]`` uint8.
+        k_summary: ``[..., mean_bytes(page_size, D)]`` uint8.
     """
     blocks = page_size // sel_block_size
     used = k_summary[..., : 4 * blocks * head_dim]

@@ -146,7 +146,7 @@ def score_records_kernel(
     what the variance of its keys adds, ``[T, Hq, width]`` float32; what each vector adds to the
     mean, ``[T, Hq, width * 32]`` float16; logs of sums of exps of units of 16 segments,
     ``[T, Hq, width / 16]``, and of the near keys, ``[T, Hq]``.  Clears the counts,
-    ``[T, Hkv, KEYS]`` int32.
+    ``[R, Hkv, KEYS]`` int32.
     """
     SINK_BLOCKS: tl.constexpr = RULE.SINK_BLOCKS
     REACH_BLOCKS: tl.constexpr = RULE.REACH_BLOCKS
@@ -176,34 +176,35 @@ def score_records_kernel(
         return
     SINK_SEGMENTS: tl.constexpr = SINK_BLOCKS // CELLS
     REACH_SEGMENTS: tl.constexpr = REACH_BLOCKS // CELLS
-    if sees_all(seq_len - 1, dense_below, RULE):
-        return
     start = seq_len - num_tokens
+    if sees_all(start, dense_below, RULE):
+        return
+    last = tl.maximum(start // SEGMENT - REACH_SEGMENTS, 0)  # first segment of the window
     shares = tl.num_programs(0) - QUERY_LEN
     share = tl.program_id(0)
     offs_m = tl.arange(0, BLOCK_M)
     if share >= shares:
         token = share - shares
         if token < num_tokens:
+            if token == 0:
+                bins = tl.arange(0, KEYS)
+                counts = (local_request * NUM_KV_HEADS + kv_head).to(tl.int64) * KEYS
+                tl.store(count_ptr + counts + bins, bins * 0)
             place = (local_request * QUERY_LEN + token).to(tl.int64)
-            bins = tl.arange(0, KEYS)
-            tl.store(count_ptr + (place * NUM_KV_HEADS + kv_head) * KEYS + bins, bins * 0)
-            position = start + token
             NEAR_M: tl.constexpr = BLOCK_H if BLOCK_H > 16 else 16
             offs_n = tl.arange(0, NEAR_M)
-            first_local = tl.maximum(position // SEGMENT - REACH_SEGMENTS, 0) * SEGMENT
             near_total(
                 near_ptr + place * NUM_KV_HEADS * GROUP,
                 q_ptr,
                 k_ptr + kv_head.to(tl.int64) * k_strides[1],
                 table,
-                position,
+                start + token,
                 (first_token + token).to(tl.int64) * stride_qt,
                 kv_head * GROUP + offs_n,
                 offs_n < GROUP,
                 qk_scale,
-                tl.minimum(SINK_SEGMENTS * SEGMENT, first_local),
-                first_local,
+                tl.minimum(SINK_SEGMENTS, last) * SEGMENT,
+                last * SEGMENT,
                 stride_qh,
                 k_strides,
                 HEAD_DIM,
@@ -216,8 +217,6 @@ def score_records_kernel(
     member = offs_m % BLOCK_H
     mask_m = (token < num_tokens) & (member < GROUP)
     head = kv_head * GROUP + member
-    first_local = tl.maximum((start + token) // SEGMENT - REACH_SEGMENTS, 0)  # [BLOCK_M]
-    last = tl.maximum((seq_len - 1) // SEGMENT - REACH_SEGMENTS, 0)
     offs_b = tl.arange(0, BLOCK_Q)
     mask_q = (offs_b < QUARTER)[:, None] & mask_m[None, :]
     q_at = q_ptr + ((first_token + token).to(tl.int64) * stride_qt + head * stride_qh)[None, :]
@@ -305,9 +304,8 @@ def score_records_kernel(
         sizes = scale_of(sizes) * size_of(2 * exponent)[:, None]  # [UNIT, VECTORS]
         rest = tl.reshape(sums, [UNIT, VECTORS, BLOCK_M]) * sizes[:, :, None]
         rest = rest * factor[None, None, :]
-        competes = there[:, None] & (segment >= SINK_SEGMENTS)[:, None]
-        competes = competes & (segment[:, None] < first_local[None, :])  # [UNIT, BLOCK_M]
-        logits = tl.where(competes[:, None, :], base[:, None, :] + rest, float("-inf"))
+        competes = there & (segment >= SINK_SEGMENTS)  # [UNIT]
+        logits = tl.where(competes[:, None, None], base[:, None, :] + rest, float("-inf"))
         highest = tl.max(tl.max(logits, axis=1), axis=0)  # [BLOCK_M]
         reference = tl.where(highest > float("-inf"), highest, 0.0)
         total = tl.sum(tl.sum(tl.exp2(logits - reference[None, None, :]), axis=1), axis=0)

@@ -106,13 +106,37 @@ def write_value(record, mean, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def write_record(
+    record,
+    keys,
+    values,
+    row,
+    stride_kt,
+    stride_vt,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """Write one record of the 64 rows from ``row`` on of a page and KV head."""
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    offs = tl.arange(0, BLOCK_Q)
+    channel = (tl.arange(0, 4)[:, None] * QUARTER + offs[None, :])[None, :, :]
+    mask = (offs < QUARTER)[None, None, :]
+    even = (row + 2 * tl.arange(0, VECTORS))[:, None, None].to(tl.int64)
+    first = tl.load(keys + channel + even * stride_kt, mask=mask, other=0.0)
+    second = tl.load(keys + channel + (even + 1) * stride_kt, mask=mask, other=0.0)
+    total = tl.load(values + channel + even * stride_vt, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(values + channel + (even + 1) * stride_vt, mask=mask, other=0.0).to(tl.float32)
+    write_value(record, tl.sum(total, axis=0) * (1.0 / SEGMENT), HEAD_DIM)
+    write_keys(record, first.to(tl.float32), second.to(tl.float32), HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def write_records_kernel(
     record_ptr,
     k_ptr,
     v_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
+    slot_ptr,
+    num_tokens,
     stride_rp,
     stride_rh,
     stride_rs,
@@ -122,41 +146,31 @@ def write_records_kernel(
     stride_vp,
     stride_vh,
     stride_vt,
-    stride_br,
     HEAD_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """One program: the record of one segment, for one KV head of one request.
+    """One program: the records that ``TOKENS`` neighbouring tokens complete, for one KV head.
 
-    Grid ``(segments, Hkv, requests)``.  Segments count from that of the request's first new token;
-    those that its tokens do not complete are left alone, and those on pages of other ranks.
+    A token completes the segment of which its slot is the last one.  -1 is no slot.
     """
-    request = tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + request)
-    first_token = tl.load(cu_seqlens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
-    segment = (seq_len - num_tokens) // SEGMENT + tl.program_id(0)
-    if (num_tokens <= 0) | (seq_len <= 0) | ((segment + 1) * SEGMENT > seq_len):
-        return
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slots = tl.load(slot_ptr + tokens, mask=tokens < num_tokens, other=-1)
+    ends = (slots >= 0) & (slots % SEGMENT == SEGMENT - 1)
     head = tl.program_id(1).to(tl.int64)
-    token = segment * SEGMENT
-    entry = block_table_ptr + request.to(tl.int64) * stride_br + token // PAGE_SIZE
-    page = tl.load(entry).to(tl.int64)
-    if page < 0:
-        return
-    row = token % PAGE_SIZE
-    QUARTER: tl.constexpr = HEAD_DIM // 4
-    offs = tl.arange(0, BLOCK_Q)
-    channel = (tl.arange(0, 4)[:, None] * QUARTER + offs[None, :])[None, :, :]
-    mask = (offs < QUARTER)[None, None, :]
-    keys = k_ptr + page * stride_kp + head * stride_kh + channel
-    values = v_ptr + page * stride_vp + head * stride_vh + channel
-    even = (row + 2 * tl.arange(0, VECTORS))[:, None, None].to(tl.int64)
-    first = tl.load(keys + even * stride_kt, mask=mask, other=0.0)
-    second = tl.load(keys + (even + 1) * stride_kt, mask=mask, other=0.0)
-    total = tl.load(values + even * stride_vt, mask=mask, other=0.0).to(tl.float32)
-    total += tl.load(values + (even + 1) * stride_vt, mask=mask, other=0.0).to(tl.float32)
-    record = record_ptr + page * stride_rp + head * stride_rh + (row // SEGMENT) * stride_rs
-    write_value(record, tl.sum(total, axis=0) * (1.0 / SEGMENT), HEAD_DIM)
-    write_keys(record, first.to(tl.float32), second.to(tl.float32), HEAD_DIM)
+    rank = tl.cumsum(ends.to(tl.int32), axis=0)
+    for number in range(1, tl.sum(ends.to(tl.int32), axis=0) + 1):
+        slot = tl.sum(tl.where(ends & (rank == number), slots, 0), axis=0)
+        page = slot // PAGE_SIZE
+        row = slot % PAGE_SIZE // SEGMENT * SEGMENT
+        write_record(
+            record_ptr + page * stride_rp + head * stride_rh + row // SEGMENT * stride_rs,
+            k_ptr + page * stride_kp + head * stride_kh,
+            v_ptr + page * stride_vp + head * stride_vh,
+            row,
+            stride_kt,
+            stride_vt,
+            HEAD_DIM,
+            BLOCK_Q,
+        )

@@ -1,0 +1,93 @@
+"""An fp64 oracle of decoded tokens by records, which checks a KV head of a few requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from sparsek_backend.bench.ops.paged_inputs import PagedInputs, Tile
+from sparsek_backend.bench.registry import GateResult
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.page_records import PageRecords
+from sparsek_kernels.paged.index.page_records.reference import choose_reference
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import CELL, SEGMENT, SelectionPolicy
+from sparsek_kernels.paged.reference import attend_reference
+
+_OTHER_CELLS, _ERROR = 0.02, 0.02
+"""Most cells that are not the oracle's, and most error of the output, of its largest value."""
+
+Choice = tuple[list[list[int]], torch.Tensor, torch.Tensor]
+"""Cells, and logits and values of tails; :func:`choose_reference` has more."""
+
+Oracle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Choice | None]
+"""Queries, keys and values of a request and KV head on the host, and what the oracle chooses."""
+
+
+def oracle_of(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy) -> Oracle:
+    """What a request's new tokens choose together for one KV head, exactly."""
+    count, last = inputs.query_lens[tile.request], tile.rows.stop
+    heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
+    q = inputs.q[last - count : last, heads].cpu()
+    k, v = (x.cpu()[:, None] for x in inputs.keys_of(tile.request, tile.head))
+    return q, k, v, choose_reference(q, k, v, len(k) - count, policy, inputs.softmax_scale)
+
+
+def wrong_cells(chosen: torch.Tensor, oracle: Oracle) -> str:
+    """Why chosen cells ([cells]) are not nearly the oracle's, or an empty string."""
+    found = oracle[3]
+    wanted = [] if found is None else found[0][0]
+    mine = set(chosen[chosen >= 0].tolist())
+    others = len(mine.symmetric_difference(wanted)) // 2
+    if len(mine) != len(wanted) or others > max(_OTHER_CELLS * len(wanted), 1):
+        return f"{others} of {len(mine)} cells are not the {len(wanted)} of the oracle"
+    return ""
+
+
+def gate_records(
+    inputs: PagedInputs,
+    tiles: Sequence[Tile],
+    policy: SelectionPolicy,
+    out: torch.Tensor,
+    batch: PagedBatch,
+) -> GateResult:
+    """Check the choice of some requests, and their outputs over the kernels' own cells and tails.
+
+    Args:
+        inputs: the case.
+        tiles: the last token of each of these requests.
+        policy: of single tokens.
+        out: [T, Hq, D].
+        batch: decodes.
+    """
+    scale = inputs.softmax_scale
+    operands = PagedOperands(inputs.q, inputs.k_cache, inputs.v_cache, out, scale, inputs.k_summary)
+    chosen, worst = PageRecords().select(operands, Segment(batch, policy)), 0.0
+    for tile in tiles:
+        oracle = oracle_of(inputs, tile, policy)
+        q, k, v, found = oracle
+        start, key = len(k) - len(q), torch.arange(len(k))
+        visible = (key <= start + torch.arange(len(q))[:, None]).unsqueeze(1)
+        rows = slice(tile.rows.stop - len(q), tile.rows.stop)
+        heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
+        cells, tail = chosen.indices[tile.request, tile.head].cpu().long(), None
+        wrong = wrong_cells(cells, oracle)
+        if found is not None and chosen.tail is not None and not wrong:
+            first, last = policy.candidate_range(start)
+            far = (key // CELL >= first) & (key // CELL < last)
+            taken = torch.isin(key // CELL, cells)
+            visible = visible & (~far | taken)
+            segments = slice(first * CELL // SEGMENT, last * CELL // SEGMENT)
+            logits = chosen.tail.logits[rows, heads, segments].cpu().double()
+            tail = logits * math.log(2.0), found[2]
+        exact = attend_reference(q, k, v, visible, scale, tail=tail)
+        difference = (out[rows, heads].cpu().double() - exact).abs().max()
+        error = float(difference / exact.abs().max())
+        if wrong or not error <= _ERROR:
+            wrong = wrong or f"output is wrong by {error:.2%}"
+            return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
+        worst = max(worst, error)
+    return GateResult(True, f"wrong by {worst:.2%} at most")
