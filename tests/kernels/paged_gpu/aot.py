@@ -344,12 +344,12 @@ def sharded_launches(arch: int) -> list[Recorded]:
 def cell_launches(
     arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
 ) -> list[Recorded]:
-    """What attends cells of two keys and a tail: few requests, many, and pages of one rank."""
+    """What attends cells of two keys and a tail: few requests, many, pages of one rank, drafts."""
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32).by_records(4096)
     seen: list[Recorded] = []
-    for requests, sharded in ((1, False), (32, False), (1, True)):
+    for requests, tokens, sharded in ((1, 1, False), (32, 1, False), (1, 1, True), (4, 4, False)):
         problem = make_problem(
-            [(1, 2400)] * requests,
+            [(tokens, 2400)] * requests,
             num_decodes=requests,
             heads=8,
             group=group,
@@ -360,7 +360,7 @@ def cell_launches(
             cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
         )
         shape = (requests, 8, policy.scored_blocks)
-        logits = torch.empty(requests, 8 * group, 2048)
+        logits = torch.empty(requests * tokens, 8 * group, 2048)
         records = torch.empty(1, 8, 1536, dtype=torch.uint8)
         chosen = Chosen(torch.empty(shape, dtype=torch.int32), Tail(logits, records))
         lse = torch.empty(problem.q.shape[:2]) if sharded else None

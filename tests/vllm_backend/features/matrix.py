@@ -336,8 +336,11 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row(
             "decoded tokens by records of 64 tokens (`decode_tokens`)",
             SERVED,
-            (f"{RECORDS}::test_an_engine_decodes_by_records",),
-            "pages of a multiple of 64 tokens",
+            (
+                f"{RECORDS}::test_an_engine_decodes_by_records",
+                f"{RECORDS}::test_drafts_share_a_list_with_the_token_before_them",
+            ),
+            "pages of a multiple of 64 tokens; speculated tokens change what is selected",
         ),
         Row(
             "`decode_tokens` with batch invariance, `query_tile` 1 or decode context parallel",
