@@ -48,3 +48,14 @@ def test_records_need_pages_of_whole_segments() -> None:
     pages = torch.zeros(3, 1, 96, 64)
     with pytest.raises(ValueError, match="page_size: expected a multiple of 64"):
         PageRecords().check(TILES.by_records(64), pages)
+
+
+def test_attended_tokens_of_a_request_count_from_its_first() -> None:
+    rule = TILES.by_records(192)
+    alone = rule.attended_tokens(1406)
+    assert [rule.attended_tokens(p, 1406) - alone for p in (1406, 1408, 1410)] == [0, 2, 4]
+    assert rule.attended_tokens(1408) < alone  # by itself: a segment more is far
+    dense = next(p for p in range(2000) if not rule.sees_all(p)) - 1
+    assert rule.attended_tokens(dense + 2, dense) == dense + 3
+    tiles = TILES.per_token()
+    assert tiles.attended_tokens(1408, 1406) == tiles.attended_tokens(1408)
