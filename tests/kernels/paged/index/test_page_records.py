@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsek_kernels.paged import PageRecords, SelectionPolicy, StepPolicy, paged_attention
-from sparsek_kernels.paged.api import default_indexers, write_index
+from sparsek_kernels.paged.api import default_indexers, select_blocks, write_index
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.record import page_bytes
 from tests.kernels.paged.records_oracle import decode_reference
@@ -38,6 +38,8 @@ def test_decoded_tokens_attend_by_records(page_size: int, new: int, dtype: torch
     out = paged_attention(
         q, k_cache, v_cache, batch, policy, k_summary=records, indexers=indexers, sinks=sinks
     )
+    listed = select_blocks(q, k_cache, batch, policy, k_summary=records)
+    assert [len(one) for one in listed] == [1, 1, 1]  # of a request's tokens together
     wanted = decode_reference(q, k_cache, v_cache, batch, policy.decode, dim**-0.5, sinks)
     torch.testing.assert_close(
         out.double(), wanted, atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0.0
