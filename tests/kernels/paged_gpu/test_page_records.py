@@ -179,7 +179,7 @@ def test_steps_of_bounded_scratch_choose_the_same(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(4, 2), (7, 1), (1, 2)])
-def test_one_launch_chooses_what_the_oracle_does(head_dim: int, heads: tuple[int, int]) -> None:
+def test_matrix_units_choose_what_the_oracle_does(head_dim: int, heads: tuple[int, int]) -> None:
     case = make_case(
         [(1, 9000), (4, 5003), (1, 250), (2, 20000)],
         RULE,
@@ -189,7 +189,7 @@ def test_one_launch_chooses_what_the_oracle_does(head_dim: int, heads: tuple[int
         dtype=torch.bfloat16,
     )
     chosen = launch.select(case.operands, case.segment)
-    check(case, chosen, exact=0.97)
+    check(case, chosen, exact=0.97, tolerance=0.1)  # weights have 3 bits of mantissa
     assert chosen.tail is not None
     indices, logits = chosen.indices.clone(), chosen.tail.logits.clone()
     for _ in range(5):  # whatever the order in which programs run
