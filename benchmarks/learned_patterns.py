@@ -5,16 +5,15 @@
     python benchmarks/learned_patterns.py --csv F --texts-csv T          # goes on where it stopped
 
 Patterns are learned from some texts, have as many blocks as a window with one block of sinks, and
-are judged on other texts.  ``attended`` is the share of the blocks under the diagonal; of adaptive
-patterns it is counted while they are judged.  ``texts_won`` counts the texts on which a pattern
-has a lower perplexity than the window of its size.  ``--texts-csv`` keeps a line for each pattern
-and text; all patterns are judged on a text before the next, so that a run may end with fewer texts.
+are judged on other texts.  ``attended`` is the share of the blocks under the diagonal.
+``texts_won`` counts the texts on which a pattern has a lower perplexity than the window of its
+size.  ``--texts-csv`` keeps a line for each pattern and text; all patterns are judged on a text
+before the next, so that a run may end with fewer texts.
 
-A rule is ``<measure>-<heads>[-pooled|-model][-distance][-adaptive<K>]``: what is measured, who
-shares a pattern, whether the heads of a layer, or of all, share one budget, whether blocks as far
-from the diagonal weigh the same, and whether each of K kinds of queries has its own pattern.  By
-the rule ``windows`` each head of the model has sinks and a window of its own: those with the least
-error of outputs.
+A rule is ``<measure>-<heads>[-pooled|-model][-distance]``: what is measured, who shares a pattern,
+whether the heads of a layer, or of all, share one budget, and whether blocks as far from the
+diagonal weigh the same.  By the rule ``windows`` each head of the model has sinks and a window of
+its own: those with the least error of outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import csv
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -37,7 +36,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model, fetch_texts
 from sparsek_backend.patterns import BlockSparsePattern, attend_patterns, learned_patterns
-from sparsek_backend.patterns.adaptive import AdaptiveLearner, AdaptivePattern
 from sparsek_backend.patterns.models import observe_model
 from sparsek_backend.patterns.training import (
     ImportanceOptions,
@@ -47,8 +45,8 @@ from sparsek_backend.patterns.training import (
     window_sizes,
 )
 
-Patterns = Mapping[int, BlockSparsePattern | AdaptivePattern]
-RULES = ["mass-kv", "l2-kv", "l2-query-pooled", "l2-query-pooled-adaptive4"]
+Patterns = Mapping[int, BlockSparsePattern]
+RULES = ["mass-kv", "l2-kv", "l2-query-pooled", "l2-query-model-distance"]
 
 
 Texts = dict[str, torch.Tensor]
@@ -184,25 +182,7 @@ class Lessons:
         self.model, self.learn = subject.model, subject.learn
         self.block_size, self.samples = options.block_size, options.samples
         self.watched = Watched(subject, self.block_size, self.samples, options.importance_dir)
-        self._learners: dict[str, dict[int, AdaptiveLearner]] = {}
         self._made: dict[tuple[str, int], Patterns] = {}
-
-    def _adaptive(self, measure: str, heads: str) -> dict[int, AdaptiveLearner]:
-        """By layer, what has seen the texts."""
-        key = f"{measure} {heads}"
-        if key not in self._learners:
-            options = ImportanceOptions(
-                measure=measure, samples=self.samples, reduction="mean", window=len(self.learn),  # type: ignore[arg-type]
-            )  # fmt: skip
-            learners = {
-                layer: AdaptiveLearner(
-                    self._patterns_of(heads), self.block_size, importance=options
-                )
-                for layer in range(self.model.config.num_hidden_layers)
-            }
-            observe_model(self.model.base_model, learners, self.learn.values())
-            self._learners[key] = learners
-        return self._learners[key]
 
     def _patterns_of(self, heads: str) -> int:
         config = self.model.config
@@ -219,14 +199,8 @@ class Lessons:
     def _make(self, rule: str, sparsity: float) -> Patterns:
         measure, _, rest = rule.partition("-")
         heads, *kind = rest.split("-")
-        kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
         pooled: Any = "model" if "model" in kind else "pooled" in kind
         pruning = Pruning(pooled=pooled, by_distance="distance" in kind)
-        if kinds:
-            return {
-                layer: learner.pattern(sparsity, kinds[0], pruning=pruning)
-                for layer, learner in self._adaptive(measure, heads).items()
-            }
         seen = torch.stack([self.watched.importance(x, [measure])[0] for x in self.learn]).mean(0)
         if measure == "windows":
             length = next(iter(self.learn.values())).shape[1]
@@ -331,10 +305,8 @@ class Judged:
         patterns: Patterns = dict.fromkeys(range(self.model.config.num_hidden_layers), local)
         if rule:
             patterns = self.learned(rule, window)
-        with counted(patterns) as listed:
-            loss = text_loss(self.model, self.judge[text], patterns)
-        static = [x for x in patterns.values() if isinstance(x, BlockSparsePattern)]
-        listed += [x.num_blocks / x.num_patterns for x in static]
+        listed = [x.num_blocks / x.num_patterns for x in patterns.values()]
+        loss = text_loss(self.model, self.judge[text], patterns)
         return Cell(sum(listed) / len(listed) / self.visible, loss)
 
 
@@ -347,9 +319,7 @@ def rows(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, ob
     judged = Judged(subject, options)
     if options.figure is not None:
         patterns = judged.learned(options.rules[0], options.windows[0])
-        middle = patterns[len(patterns) // 2]
-        if isinstance(middle, BlockSparsePattern):
-            middle.show().savefig(options.figure, dpi=110)
+        patterns[len(patterns) // 2].show().savefig(options.figure, dpi=110)
     texts = list(judged.judge)
     arms = [(0, "")] + [(x, rule) for x in options.windows for rule in ("", *options.rules)]
     for text in texts:
@@ -365,26 +335,6 @@ def rows(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, ob
             "perplexity": round(perplexity([x.loss for x in cells]), 3),
             "texts_won": won if rule else "",
         }  # fmt: skip
-
-
-@contextmanager
-def counted(patterns: Patterns) -> Iterator[list[float]]:
-    """Blocks that adaptive patterns attend, a number for each layer and text."""
-    listed: list[float] = []
-    hooks = [
-        pattern.register_forward_pre_hook(
-            lambda module, inputs: listed.append(
-                module.mask(inputs[0]).sum((2, 3)).float().mean().item()
-            )
-        )
-        for pattern in patterns.values()
-        if isinstance(pattern, AdaptivePattern)
-    ]
-    try:
-        yield listed
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def toy(options: argparse.Namespace) -> tuple[Any, Texts, Texts]:

@@ -3,8 +3,8 @@
     pip install 'sparsek-backend[eval,patterns]'
     python examples/learn_patterns.py --tokens 1024
 
-Every layer of a Transformers model gets the blocks that hold most of its attention on some texts,
-and reads another text with these alone.
+Every layer of a Transformers model gets the blocks that add most to its output on some texts, and
+reads another text with these alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsek_backend.models import fetch_model, fetch_texts
 from sparsek_backend.patterns import ModelPatterns, attend_patterns, learn_model_patterns
+from sparsek_backend.patterns.training import Pruning
 
 LEARN, JUDGE = ("1861-Lincoln-1.txt", "1863-Lincoln-1.txt"), "1862-Lincoln-1.txt"
 
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float, float]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a Hugging Face folder; the small model by default")
     parser.add_argument("--tokens", type=int, default=1024, help="of each text")
-    parser.add_argument("--share", type=float, default=0.9, help="attention that blocks hold")
+    parser.add_argument("--sparsity", type=float, default=0.6, help="blocks to leave out")
     parser.add_argument("--out", type=Path, default=Path("patterns.safetensors"))
     options = parser.parse_args(arguments)
     folder, texts = options.model or fetch_model(), fetch_texts()
@@ -39,9 +40,10 @@ def main(arguments: list[str] | None = None) -> tuple[float, float, float]:
         return ids[:, : options.tokens].to(model.device)
 
     learned = learn_model_patterns(
-        model, [read(name) for name in LEARN], block_size=64, share=options.share
-    )
-    ModelPatterns(learned, model=str(folder)).save(options.out)
+        model, [read(name) for name in LEARN], block_size=64, sparsity=options.sparsity,
+        heads="query", pruning=Pruning(pooled="model", by_distance=True), name=str(folder),
+    )  # fmt: skip
+    learned.save(options.out)
     patterns = ModelPatterns.load(options.out).patterns
     patterns = {layer: pattern.to(model.device) for layer, pattern in patterns.items()}
 

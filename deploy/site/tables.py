@@ -153,7 +153,7 @@ def served(file: str) -> str:
 
 
 def load(file: str) -> str:
-    """Return what ``sparsek bench serve --rate`` found, a line for each rate and backend."""
+    """Return a server under load, a line for each rate and backend."""
     rows = _rows(file)
     lines = [
         [

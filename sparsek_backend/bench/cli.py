@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from sparsek_backend.bench.ceilings import measure_ceilings
 from sparsek_backend.bench.compare import compare_rows
-from sparsek_backend.bench.load import LoadPlan, best_rates, load_table, run_load
 from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.plots import plot_csv
 from sparsek_backend.bench.registry import OURS
@@ -23,15 +22,13 @@ from sparsek_backend.bench.runner import check_bars, run_case
 from sparsek_backend.bench.serve import (
     ServePlan,
     parse_cases,
-    parse_size,
     run_serve,
     serve_table,
     write_results,
 )
-from sparsek_backend.bench.serve_plot import plot_load, plot_serve
-from sparsek_backend.bench.shapes import SHAPES
+from sparsek_backend.bench.shapes import SHAPES, write_number_tokenizer, write_shape
 from sparsek_backend.bench.workload import load_workloads
-from sparsek_backend.command_line import fail, failing_on, grouped, refuse_set
+from sparsek_backend.command_line import fail, failing_on, grouped
 from sparsek_backend.config import resolve_config
 from sparsek_backend.eval.options import EngineOptions
 from sparsek_backend.machine import choose_device, describe_machine
@@ -118,7 +115,7 @@ def kernels(
 
 @dataclass(frozen=True)
 class CaseOptions:
-    """Options of `serve` without load: requests that start together."""
+    """Requests of `serve`, which start together."""
 
     context: Annotated[
         list[str] | None, typer.Option(help="Prompt tokens, such as 16k. Repeatable; 2k if none.")
@@ -132,30 +129,6 @@ class CaseOptions:
     rounds: Annotated[int, typer.Option(min=1, help="Engines of each backend, in turn.")] = 1
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """Options of `serve` under load."""
-
-    rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Requests a second: a server under load, by `vllm bench serve`."),
-    ] = None
-    mix: Annotated[
-        str, typer.Option(help="With --rate, lengths of requests: sharegpt or documents.")
-    ] = "documents"
-    document_tokens: Annotated[str, typer.Option(help="Mean prompt of --mix documents.")] = "32k"
-    num_requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 100
-    tpot_limit_ms: Annotated[
-        float, typer.Option(help="Goodput: requests with at most this time per output token.")
-    ] = 50.0
-    ttft_limit_ms: Annotated[
-        float | None, typer.Option(help="And at most this time to the first token.")
-    ] = None
-    side_by_side: Annotated[
-        bool, typer.Option("--side-by-side", help="Both servers at once, on a GPU each.")
-    ] = False
-
-
 @app.command()
 @grouped
 def serve(
@@ -165,7 +138,6 @@ def serve(
     out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and plot.")],
     engine: EngineOptions,
     cases: CaseOptions,
-    load: LoadOptions,
     sparsek: Annotated[
         str, typer.Option(help="Our settings as JSON; default settings if {}.")
     ] = "{}",
@@ -177,32 +149,35 @@ def serve(
     commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
-    with failing_on(ValueError):
+    with failing_on(ValueError, ImportError, RuntimeError):
         if baseline is not None and baseline.upper() == BACKEND_NAME:
             raise ValueError(f"baseline: expected another backend than ours, got {baseline!r}")
-        if load.rate:
-            refuse_set("rate: requests come as --mix says", cases)
-        else:
-            refuse_set("rate: expected with options of a load", load)
-    machine = describe_machine(choose_device(), commit)
-    shared: dict[str, Any] = {"model": model, "baseline": baseline, "engine": engine.arguments()}
-    with failing_on(ValueError, ImportError, RuntimeError):
-        shared["settings"] = _settings(sparsek)
-        if load.rate:
-            options = asdict(load)
-            options["rates"] = tuple(options.pop("rate"))
-            options["document_tokens"] = parse_size("document-tokens", load.document_tokens)
-            rows = run_load(LoadPlan(**shared, **options), machine, _say)
-        else:
-            options = asdict(cases)
-            wanted = parse_cases(options.pop("context") or ["2k"], options.pop("requests") or [1])
-            rows = run_serve(ServePlan(**shared, cases=wanted, **options), machine, _say)
-    console.print(load_table(rows) if load.rate else serve_table(rows))
-    for backend, goodput in best_rates(rows).items() if load.rate else ():
-        limit = f"p99 TPOT <= {load.tpot_limit_ms:g} ms"
-        console.print(f"{backend}: goodput {goodput:.3g} requests/s at {limit}")
-    for path in write_results(out, name, rows, plot_load if load.rate else plot_serve):
+        options: dict[str, Any] = asdict(cases)
+        wanted = parse_cases(options.pop("context") or ["2k"], options.pop("requests") or [1])
+        plan = ServePlan(
+            model=model,
+            cases=wanted,
+            settings=_settings(sparsek),
+            baseline=baseline,
+            engine=engine.arguments(),
+            **options,
+        )
+        rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
+    console.print(serve_table(rows))
+    for path in write_results(out, name, rows):
         console.print(f"wrote {path}")
+
+
+@app.command()
+def shape(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+) -> None:
+    """Write a model of random weights, which `vllm serve FOLDER --load-format dummy` serves."""
+    with failing_on(ValueError, ImportError, OSError):
+        write_shape(name, folder)
+        write_number_tokenizer(folder, SHAPES[name]["vocab_size"])
+    console.print(f"wrote {folder}")
 
 
 def _say(line: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from sparsek_backend.csv_file import write_csv_file
 
 
@@ -79,9 +81,7 @@ class Row:
         return self.status == "ok" and self.ms is not None
 
 
-_NUMBERS = {
-    "ms", "p20_ms", "p80_ms", "tflops", "tb_s", "roofline", "peak_mib", "copy_tb_s", "matmul_tflops"
-}  # fmt: skip
+_ROW = TypeAdapter(Row)
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
@@ -104,7 +104,8 @@ def read_csv(path: Path) -> list[Row]:
         missing = names - set(reader.fieldnames or ())
         if missing:
             raise ValueError(f"results: {path} lacks the columns {sorted(missing)}")
-        return [_row({name: record[name] for name in names}) for record in reader]
+        found = ({name: record[name] for name in names if record[name]} for record in reader)
+        return [_ROW.validate_python(row) for row in found]
 
 
 def speedup(rows: Iterable[Row], ours: Row) -> dict[str, float]:
@@ -113,11 +114,3 @@ def speedup(rows: Iterable[Row], ours: Row) -> dict[str, float]:
         return {}
     peers = [row for row in rows if row.key[:3] == ours.key[:3] and row.provider != ours.provider]
     return {row.provider: row.ms / ours.ms for row in peers if row.is_timed and row.ms is not None}
-
-
-def _row(record: dict[str, str]) -> Row:
-    values: dict[str, object] = dict(record)
-    for name in _NUMBERS:
-        values[name] = float(record[name]) if record[name] else None
-    values["samples"] = int(record["samples"]) if record["samples"] else None
-    return Row(**values)  # type: ignore[arg-type]

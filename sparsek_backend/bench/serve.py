@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from sparsek_backend.bench.load import Row, settings_text
 from sparsek_backend.bench.report import verdict
+from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.shapes import model_folder
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import quantile
@@ -25,6 +25,9 @@ from sparsek_backend.vllm_backend.names import BACKEND_NAME
 WORKER = "sparsek_backend.bench.serve_worker"
 SILENCE_LIMIT = 1800.0
 """Seconds that a worker may stay silent before it counts as hung."""
+
+Row = dict[str, Any]
+"""A row of a result file by column; the columns that describe the machine come last."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +73,15 @@ def parse_cases(contexts: Sequence[str], requests: Sequence[int]) -> tuple[Serve
     """
     cases = []
     for text in contexts:
-        length = parse_size("context", text)
+        try:
+            length = parse_spec(f"q{text}").seq_lens[0]
+        except ValueError as error:
+            raise ValueError(f"context: expected a size such as 8k, got {text!r}") from error
         for count in requests:
             if count < 1:
                 raise ValueError(f"requests: expected a positive integer, got {count}")
             cases.append(ServeCase(length, count))
     return tuple(cases)
-
-
-def parse_size(name: str, text: str) -> int:
-    """Return a number of tokens: `8k` is 8192.
-
-    Raises:
-        ValueError: no size; the message has the argument's ``name``.
-    """
-    try:
-        return parse_spec(f"q{text}").seq_lens[0]
-    except ValueError as error:
-        raise ValueError(f"{name}: expected a size such as 8k, got {text!r}") from error
 
 
 def run_serve(plan: ServePlan, machine: Machine, on_progress: Callable[[str], None]) -> list[Row]:
@@ -152,20 +146,23 @@ def _row(
         "samples": sum(len(one["cases"][index]["ttft_s"]) for one in rounds),
         "attended_share": rounds[0]["attended_share"],
         "kv_cache_tokens": rounds[0]["kv_cache_tokens"],
-        "settings": settings_text(plan.settings) if name == BACKEND_NAME else "",
+        "settings": _settings_text(plan.settings) if name == BACKEND_NAME else "",
         **asdict(machine),
     }
 
 
-def write_results(
-    out: Path, name: str, rows: Sequence[Row], draw: Callable[[Sequence[Row], Path], None]
-) -> list[Path]:
+def _settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings as a row has them."""
+    return " ".join(f"{key}={value}" for key, value in settings.items()) or "defaults"
+
+
+def write_results(out: Path, name: str, rows: Sequence[Row]) -> list[Path]:
     """Write NAME.csv, NAME.json and, with matplotlib, NAME.png; returns their paths."""
     table = write_csv_file(out / f"{name}.csv", list(rows[0]), rows, digits=5)
     full, drawn = out / f"{name}.json", out / f"{name}.png"
     full.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     try:
-        draw(rows, drawn)
+        plot_serve(rows, drawn)
     except ImportError:
         return [table, full]
     return [table, full, drawn]

@@ -1,4 +1,4 @@
-"""Plots of `sparsek bench serve`: both backends over the context, or over the arrival rate."""
+"""The plot of `sparsek bench serve`: both backends over the context."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def plot_serve(records: Records, path: Path) -> None:
     together = sorted({int(row["requests"]) for row in records})
     alone = [row for row in records if int(row["requests"]) == together[0]]
     # The first token is of one request at a time, however many decode together.
-    _draw_lines(first, alone, "context", "ttft_ms", "{backend}")
+    _draw_lines(first, alone, "ttft_ms", "{backend}")
     first.set_title("time to first token, one request", fontsize=10)
     first.set_yscale("log")
     first.yaxis.set_major_formatter(pyplot.FuncFormatter(lambda ms, _: f"{ms:g}"))
-    _draw_lines(each, records, "context", "tpot_ms", "{backend}, {requests} together")
+    _draw_lines(each, records, "tpot_ms", "{backend}, {requests} together")
     each.set_title("time per output token", fontsize=10)
     contexts = sorted({int(row["context"]) for row in records})
     for axis in (first, each):
@@ -58,46 +58,12 @@ def plot_serve(records: Records, path: Path) -> None:
     write_figure(figure, path)
 
 
-def plot_load(records: Records, path: Path) -> None:
-    """Draw goodput and the slowest requests over the arrival rate.
-
-    Args:
-        records: rows of `sparsek bench serve --rate`.
-        path: the PNG to write.
-
-    Raises:
-        ImportError: matplotlib is missing; the message has the install command.
-    """
-    pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    panels = (
-        ("goodput", "goodput, requests a second (more is better)"),
-        ("tpot_p99_ms", "p99 of time per output token, ms (less is better)"),
-        ("ttft_p99_ms", "p99 of time to first token, ms (less is better)"),
-    )
-    for axis, (field, title) in zip(axes, panels, strict=True):
-        _draw_lines(axis, records, "rate", field, "{backend}")
-        axis.set_title(title, fontsize=10)
-        axis.set_ylim(0, 1.1 * max(row[field] for row in records))
-        axis.grid(visible=True, alpha=0.25)
-        axis.set_xlabel("requests a second that arrive")
-        axis.legend(fontsize=8)
-    first = records[0]
-    axes[1].axhline(first["tpot_limit_ms"], color="#b03030", linewidth=1, linestyle="--")
-    figure.suptitle(
-        f"{first['model']}, {first['mix']} of {first['mean_prompt_tokens']:.0f} tokens on average, "
-        f"{first['gpu']}, vLLM {first['vllm']}",
-        fontsize=11,
-    )
-    write_figure(figure, path)
-
-
-def _draw_lines(axis: Any, records: Records, x: str, y: str, label: str) -> None:
-    """A line of ``y`` over ``x`` for each label that the records give."""
+def _draw_lines(axis: Any, records: Records, y: str, label: str) -> None:
+    """A line of ``y`` over the context for each label that the records give."""
     for name in dict.fromkeys(label.format_map(row) for row in records):
         mine = [row for row in records if label.format_map(row) == name]
         ours = mine[0]["backend"] == BACKEND_NAME
-        points: Iterable[tuple[float, float]] = sorted((float(r[x]), float(r[y])) for r in mine)
+        points: Iterable[tuple[int, float]] = sorted((int(r["context"]), float(r[y])) for r in mine)
         style = {"marker": _MARKERS[ours], "color": _COLOURS[ours], "label": name}
         axis.plot(*zip(*points, strict=True), **style)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparsek_backend.patterns.learn import BlockMass, learn_pattern
+from sparsek_backend.patterns.learn import learn_pattern
 from sparsek_backend.patterns.masks import (
     bigbird_pattern,
     dilated_pattern,
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sparsek_backend.patterns.models import learned_patterns as learned_patterns
 
 __all__ = [
-    "BlockMass",
     "BlockSparsePattern",
     "ModelPatterns",
     "attend_patterns",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
-from sparsek_backend.patterns.adaptive import AdaptivePattern
-from sparsek_backend.patterns.learn import BlockMass, Heads, Scope
+from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
+from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions, LearnedPattern
+from sparsek_backend.patterns.training.pruning import Pruning
 from sparsek_backend.transformers_op.keywords import as_autocast, check_keywords
 from sparsek_backend.transformers_op.mask import LazyMask, sparsek_mask
 from sparsek_backend.transformers_op.visibility import Visibility
@@ -37,7 +36,7 @@ _SERVED = {"cu_seq_lens_k", "dropout", "is_causal", "sliding_window", *_UNSERVED
 
 
 class Learner(Protocol):
-    """An observer of a layer, such as :class:`LearnedPattern` and :class:`BlockMass`."""
+    """An observer of a layer, such as :class:`LearnedPattern` and ``WindowErrors``."""
 
     def observe(
         self,
@@ -55,7 +54,7 @@ class _Observed(NamedTuple):
     learners: Mapping[int, Learner]
 
 
-Patterns = Mapping[int, BlockSparsePattern | LearnedPattern | AdaptivePattern]
+Patterns = Mapping[int, BlockSparsePattern | LearnedPattern]
 
 _active: WeakKeyDictionary[torch.nn.Module, _Observed | Patterns] = WeakKeyDictionary()
 """By attention layer, so that a backward pass on another thread, which computes again, finds it."""
@@ -66,38 +65,73 @@ def learn_model_patterns(
     batches: Iterable[torch.Tensor],
     *,
     block_size: int,
-    share: float = 0.95,
-    scope: Scope = "row",
+    sparsity: float,
     heads: Heads = "kv",
-    sinks: int = 1,
-    window: int = 1,
-) -> dict[int, BlockSparsePattern]:
+    importance: ImportanceOptions | None = None,
+    pruning: Pruning | None = None,
+    name: str = "",
+) -> ModelPatterns:
     """Learn a pattern for every layer of a causal Transformers model, from what it attends.
 
     Args:
         model: a Transformers model whose layers call its attention functions.
         batches: token ids ``[B, N]`` without padding, all of the same length.
         block_size: tokens along a side of a block.
-        share: of the attention mass that a pattern holds; see :meth:`BlockMass.pattern` for this,
-            ``scope``, ``heads``, ``sinks`` and ``window``.
+        sparsity: share of the visible blocks to leave out, from 0 to below 1.
+        heads: who shares a pattern; see :class:`LearnedPattern`.
+        importance: how blocks are weighed; by the mean over all batches when ``None``.
+        pruning: which blocks stay; sinks, a window and the heaviest when ``None``.
+        name: the model's, in a file.
 
     Returns:
-        Patterns by layer index.
+        Patterns on the CPU, with the importance of their blocks as weights.
 
     Raises:
         ModuleNotFoundError: Transformers is missing; the message has the install command.
         NotImplementedError: a layer that is not plain causal attention over whole sequences: a
             window, chunks, a mask, a soft cap, learned sinks; the message names it.
-        ValueError: no batches, or lengths that differ.
+        ValueError: no batches, lengths that differ, or an argument out of range.
     """
-    masses: defaultdict[int, BlockMass] = defaultdict(lambda: BlockMass(block_size))
-    observe_model(model, masses, batches)
-    if not masses:
-        raise ValueError("batches: expected at least one, got none")
-    return {
-        layer: mass.pattern(share, scope=scope, heads=heads, sinks=sinks, window=window)
-        for layer, mass in sorted(masses.items())
+    watched = watch_model(model, list(batches), block_size, heads, importance)
+    masses = [x.importance() for x in watched.values()]
+    visible = [x.visible for x in watched.values()]
+    masks = (pruning or Pruning()).masks(masses, visible, sparsity)
+    patterns = {
+        layer: BlockSparsePattern.from_mask(mask, block_size, mass=mass).to("cpu")
+        for layer, mask, mass in zip(watched, masks, masses, strict=True)
     }
+    return ModelPatterns(patterns, name, sparsity)
+
+
+def watch_model(
+    model: Any,
+    batches: Sequence[torch.Tensor],
+    block_size: int,
+    heads: Heads,
+    importance: ImportanceOptions | None = None,
+) -> dict[int, LearnedPattern]:
+    """Dense patterns that watched the layers of a model on all batches, by layer index.
+
+    Args:
+        model: see :func:`learn_model_patterns`, as the others.
+    """
+    options = importance or ImportanceOptions(reduction="mean", window=max(len(batches), 1))
+    tokens = length_of(batches)
+    watched = learned_patterns(model, tokens, block_size, heads=heads, importance=options)
+    observe_model(model, watched, batches)
+    return watched
+
+
+def length_of(batches: Sequence[torch.Tensor]) -> int:
+    """Tokens of the texts of all batches.
+
+    Raises:
+        ValueError: texts of several lengths, or none.
+    """
+    lengths = sorted({ids.shape[1] for ids in batches})
+    if len(lengths) != 1:
+        raise ValueError(f"batches: expected texts of one length, got lengths {lengths}")
+    return lengths[0]
 
 
 def learned_patterns(
@@ -216,8 +250,8 @@ def _attention(
     if found:
         raise NotImplementedError(
             f"model: patterns are for plain causal layers, got {' and '.join(found)} in layer "
-            f"{layer}; record q and k for learn_pattern, and call block_sparse_attention, in the "
-            "model's own code"
+            f"{layer}; record q, k and v for learn_pattern, and call block_sparse_attention, in "
+            "the model's own code"
         )
     check_keywords({name: x for name, x in kwargs.items() if name not in _SERVED})
     q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
@@ -226,7 +260,7 @@ def _attention(
         active.learners[layer].observe(q, k, v, scaling)
     else:
         chosen = active.get(layer)
-    if isinstance(chosen, LearnedPattern | AdaptivePattern):
+    if isinstance(chosen, LearnedPattern):
         return chosen.train(module.training)(q, k, v, scaling), None
     if chosen is not None:
         out = block_sparse_attention(q, k, v, chosen, causal=True, softmax_scale=scaling)

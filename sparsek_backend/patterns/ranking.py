@@ -39,39 +39,8 @@ def heaviest_blocks(
         fixed: ``[P, R, C]`` bool, from :func:`fixed_blocks`; at most ``count`` in a pattern.
         count: blocks to keep in each pattern.
     """
+    weight = mass.masked_fill(~listed, float("-inf")).masked_fill(fixed, float("inf")).flatten(1)
+    order = weight.argsort(dim=1, descending=True, stable=True)
     counts = listed.flatten(1).sum(1).clamp(max=count)
-    return _first(_order(mass, listed, fixed), counts).view_as(listed)
-
-
-def blocks_holding(mass: torch.Tensor, fixed: torch.Tensor, share: float) -> torch.Tensor:
-    """The fixed blocks and the fewest others that hold ``share`` of the others' mass.
-
-    Args:
-        mass: ``[P, R, C]`` weights; a block without mass is never chosen.
-        fixed: ``[P, R, C]`` bool, from :func:`fixed_blocks`.
-        share: above 0 and up to 1.
-
-    Returns:
-        ``[P, R, C]`` bool.
-    """
-    rest = mass.masked_fill(fixed, 0.0)
-    listed = fixed | (rest > 0)
-    order = _order(mass, listed, fixed)
-    reached = rest.flatten(1).double().gather(1, order).cumsum(1)
-    counts = (reached < share * reached[:, -1:]).sum(1) + 1
-    counts = torch.maximum(counts, fixed.flatten(1).sum(1))
-    return _first(order, torch.minimum(counts, listed.flatten(1).sum(1))).view_as(mass)
-
-
-def _order(mass: torch.Tensor, listed: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
-    """``[P, R C]`` blocks: fixed ones, then the others by mass, then those that are not listed."""
-    by_mass = mass.masked_fill(~listed, float("-inf")).flatten(1)
-    by_mass = by_mass.argsort(dim=1, descending=True, stable=True)
-    later = (~fixed.flatten(1).gather(1, by_mass)).int().argsort(dim=1, stable=True)
-    return by_mass.gather(1, later)
-
-
-def _first(order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """``[P, R C]`` bool: the first ``counts [P]`` blocks of each order."""
     chosen = torch.arange(order.shape[1], device=order.device) < counts[:, None]
-    return torch.zeros_like(chosen).scatter_(1, order, chosen)
+    return torch.zeros_like(chosen).scatter_(1, order, chosen).view_as(listed)

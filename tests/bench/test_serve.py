@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from typer.testing import CliRunner
 from sparsek_backend.bench import serve
 from sparsek_backend.bench.cli import app
 from sparsek_backend.bench.serve import ServeCase, ServePlan, parse_cases, run_serve, write_results
-from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.machine import Machine
 
@@ -66,7 +66,7 @@ def test_both_backends_run_in_turn_and_become_rows(
     assert rows[1]["tpot_ms"] == pytest.approx(5.0)
     assert rows[0]["ttft_ms"] == pytest.approx(1050.0)
     assert rows[0]["samples"] == 4
-    table, full, drawn = write_results(tmp_path, "serve", rows, plot_serve)
+    table, full, drawn = write_results(tmp_path, "serve", rows)
     assert drawn.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
         assert [float(row["tpot_ms"]) for row in csv.DictReader(file)] == [10, 5, 10, 5]
@@ -94,6 +94,25 @@ def test_shapes_are_consistent(name: str, tmp_path: Path) -> None:
     config = json.loads((write_shape(name, tmp_path) / "config.json").read_text())
     assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
     assert config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]
+
+
+def test_prompts_of_a_shape_are_not_too_long_for_vllm(tmp_path: Path) -> None:
+    """vLLM refuses text of more characters than tokens of the longest word would have."""
+    from transformers import AutoTokenizer
+
+    assert CliRunner().invoke(app, ["shape", "llama-3.1-8b", str(tmp_path)]).exit_code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    ids = random.Random(0).choices(range(100, len(tokenizer)), k=2000)
+    prompt = tokenizer.decode(ids)
+    assert tokenizer(prompt).input_ids == ids
+    assert len(prompt) <= len(ids) * max(map(len, tokenizer.get_vocab()))
+
+
+def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["shape", "llama-9", str(tmp_path / "new")])
+    assert result.exit_code == 2
+    assert "model: expected a folder or one of" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_text_too_short_to_train_on_is_refused(
 def test_patterns_are_learned_saved_and_attended(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     example = runpy.run_path(str(EXAMPLES / "learn_patterns.py"))
-    arguments = ["--tokens", "320", "--share", "0.5", "--out", str(tmp_path / "p.safetensors")]
+    arguments = ["--tokens", "320", "--sparsity", "0.5", "--out", str(tmp_path / "p.safetensors")]
     kept, dense, sparse = example["main"](arguments)
     assert kept < 0.95
     assert 0 < abs(sparse - dense) < 0.5

@@ -35,6 +35,17 @@ def test_light_modules_import_neither_torch_nor_vllm(module: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_settings_of_natively_sparse_models_need_no_context_parallelism() -> None:
+    code = (
+        "import sys, sparsek_backend.config, sparsek_backend.nn as nn\n"
+        "print(sorted(n for n in sys.modules if n.startswith('sparsek_backend.distributed')))\n"
+        "assert all(getattr(nn, name).__name__ == name for name in nn.__all__)"
+    )
+    result = python(code, ROOT, ROOT / "kernels")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
 def test_the_folder_kernels_holds_no_module() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert list((ROOT / "kernels").glob("*.py")) == []

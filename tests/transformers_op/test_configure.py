@@ -88,7 +88,9 @@ def test_the_text_part_of_a_larger_model_may_be_set_alone() -> None:
 @pytest.mark.skipif("deepseek_v32" not in architectures(), reason="an older Transformers")
 def test_patterns_are_not_learned_from_a_model_that_chooses_its_keys() -> None:
     with pytest.raises(NotImplementedError, match=r"^indices: a model that chooses its own keys"):
-        learn_model_patterns(make("deepseek_v32", "eager"), [tokens(1, 32)], block_size=16)
+        learn_model_patterns(
+            make("deepseek_v32", "eager"), [tokens(1, 32)], block_size=16, sparsity=0.5
+        )
 
 
 def test_masks_are_eagers_for_models_that_read_them() -> None:

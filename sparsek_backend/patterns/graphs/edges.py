@@ -57,7 +57,6 @@ def edge_pattern(
     *,
     density: float | None = None,
     order: torch.Tensor | None = None,
-    least: int = 1,
 ) -> BlockSparsePattern:
     """The blocks that hold the most edges; every block's own is among them.
 
@@ -70,13 +69,11 @@ def edge_pattern(
         block_size: nodes along a side of a block.
         density: most blocks, as a share of the grid; all blocks with an edge when ``None``.
         order: ``[N]`` nodes in the order in which they are laid out; as numbered when ``None``.
-        least: edges that a block needs to be listed.
 
     Raises:
         ValueError: an argument out of range, or a density below one block for each row.
     """
     check_edges(edge_index, num_nodes)
-    check_int("least", least, 1)
     rows = -(-num_nodes // block_size)
     nodes = edge_index.cpu()
     if order is not None:
@@ -99,7 +96,6 @@ def edge_pattern(
     places, counts = pattern.places()[1:], pattern.mass_of_entries()
     rank = counts.masked_fill(places[0] == places[1], float("inf"))
     kept = rank.argsort(descending=True, stable=True)[:most]
-    kept = kept[rank[kept] >= least]
     return BlockSparsePattern.from_edges(
         places[:, kept].T, (rows, rows), block_size, weights=counts[kept]
     )

@@ -16,13 +16,12 @@ from rich.table import Table
 
 from sparsek_backend.command_line import failing_on, grouped
 from sparsek_backend.machine import choose_device
-from sparsek_backend.patterns.learn import Heads
 from sparsek_backend.patterns.masses import Measure
 from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
 from sparsek_backend.patterns.tools.page import COLUMNS, write_page
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
-from sparsek_backend.patterns.training.learned import ImportanceOptions
+from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions
 from sparsek_backend.patterns.training.pruning import Pruning
 
 app = typer.Typer(
@@ -123,8 +122,8 @@ def learn(
         where = choose_device(device)
         loaded, batches = _load(model, text, tokens, texts, where)
         typer.echo(f"learning from {len(batches)} texts of {tokens} tokens on {where}", err=True)
+        from sparsek_backend.patterns.models import learn_model_patterns
         from sparsek_backend.patterns.tools.learning import (
-            learn_patterns,
             learn_prefill_pattern,
             learn_window_patterns,
         )
@@ -152,7 +151,7 @@ def learn(
         else:
             pooled: Any = "model" if goal.model_budget else goal.pooled
             pruning = Pruning(pooled=pooled, by_distance=goal.by_distance, **kept)
-            found = learn_patterns(
+            found = learn_model_patterns(
                 loaded, batches, heads=heads, importance=importance, pruning=pruning, **of_model
             )
         found.save(out)

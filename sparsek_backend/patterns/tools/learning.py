@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 
-from sparsek_backend.patterns.learn import Heads
 from sparsek_backend.patterns.model_file import ModelPatterns
-from sparsek_backend.patterns.models import learned_patterns, observe_model
-from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_backend.patterns.models import length_of, observe_model, watch_model
 from sparsek_backend.patterns.prefill import PrefillPattern, ranked_entries
 from sparsek_backend.patterns.training.heads import WindowErrors, fit_windows, window_sizes
-from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
-from sparsek_backend.patterns.training.pruning import Pruning
+from sparsek_backend.patterns.training.learned import ImportanceOptions
 
 
 def learn_prefill_pattern(
@@ -33,39 +30,12 @@ def learn_prefill_pattern(
     name: str = "",
 ) -> PrefillPattern:
     """What vLLM's mode ``pattern`` follows; the server attends sinks and window anyway."""
-    learned = _observed(model, list(batches), block_size, "kv", importance)
+    learned = watch_model(model, list(batches), block_size, "kv", importance)
     entries = {
         layer: ranked_entries(watched.importance(), sinks=sinks, window=window)
         for layer, watched in learned.items()
     }
     return PrefillPattern(entries, block_size, name)
-
-
-def learn_patterns(
-    model: Any,
-    batches: Iterable[torch.Tensor],
-    *,
-    block_size: int,
-    sparsity: float,
-    heads: Heads = "kv",
-    importance: ImportanceOptions | None = None,
-    pruning: Pruning | None = None,
-    name: str = "",
-) -> ModelPatterns:
-    """A model's patterns that leave out a share of the visible blocks.
-
-    Unlike ``learn_model_patterns`` it looks at a few queries of each block, and may weigh them by
-    what they add to the output.
-    """
-    learned = _observed(model, list(batches), block_size, heads, importance)
-    masses = [x.importance() for x in learned.values()]
-    visible = [x.visible for x in learned.values()]
-    masks = (pruning or Pruning()).masks(masses, visible, sparsity)
-    patterns = {
-        layer: BlockSparsePattern.from_mask(mask, block_size, mass=mass).to("cpu")
-        for layer, mask, mass in zip(learned, masks, masses, strict=True)
-    }
-    return ModelPatterns(patterns, name, sparsity)
 
 
 def learn_window_patterns(
@@ -84,7 +54,7 @@ def learn_window_patterns(
     each block are looked at.
     """
     data = list(batches)
-    length = _length(data)
+    length = length_of(data)
     sizes = window_sizes(length, block_size)
     errors = {
         layer: WindowErrors(sizes, block_size, sinks=sinks, samples=samples)
@@ -94,24 +64,3 @@ def learn_window_patterns(
     shares = {layer: x.shares() for layer, x in errors.items()}
     patterns = fit_windows(shares, sizes, length, block_size, sinks=sinks, sparsity=sparsity)
     return ModelPatterns(patterns, name, sparsity)
-
-
-def _observed(
-    model: Any,
-    data: list[torch.Tensor],
-    block_size: int,
-    heads: Heads,
-    importance: ImportanceOptions | None,
-) -> dict[int, LearnedPattern]:
-    """Patterns that watched the layers of a model on all batches, by layer index."""
-    options = importance or ImportanceOptions(reduction="mean", window=len(data))
-    learned = learned_patterns(model, _length(data), block_size, heads=heads, importance=options)
-    observe_model(model, learned, data)
-    return learned
-
-
-def _length(data: list[torch.Tensor]) -> int:
-    lengths = sorted({ids.shape[1] for ids in data})
-    if len(lengths) != 1:
-        raise ValueError(f"batches: expected texts of one length, got lengths {lengths}")
-    return lengths[0]

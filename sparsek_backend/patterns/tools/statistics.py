@@ -54,19 +54,17 @@ def pattern_statistics(
     *,
     head_dim: int = 64,
     heads: int | None = None,
-    causal: bool = True,
 ) -> Statistics:
-    """The statistics of a pattern.
+    """The statistics of a pattern, under causality.
 
     Args:
         pattern: on any device.
         head_dim: elements of a head.
         heads: query heads, P by default.
-        causal: whether later key blocks are invisible.
     """
     mask = pattern.mask().cpu()
     size, (rows, cols) = pattern.block_size, pattern.shape
-    visible = visible_blocks(rows * size, cols * size, size, causal)
+    visible = visible_blocks(rows * size, cols * size, size, causal=True)
     seen = int((mask & visible).sum())
     per_row = mask.sum(2).double()
     tensors = [*pattern.tensors().values(), pattern.ccol_indices, pattern.row_indices]

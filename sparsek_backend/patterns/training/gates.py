@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from torch.distributions import RelaxedBernoulli
 
 from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse.structure import BlockStructure
@@ -24,33 +25,26 @@ class BlockGates(torch.nn.Module):
     Args:
         shape: ``(P, R, C)``: patterns, query blocks and key blocks.
         temperature: above 0; lower draws gates nearer to 0 and 1, with noisier gradients.
-        hard: whether gates are 0 or 1, with the gradient of the soft ones (straight through).
         initial: logit of keeping a block at the start.
     """
 
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        *,
-        temperature: float = 0.5,
-        hard: bool = False,
-        initial: float = 2.0,
+        self, shape: tuple[int, int, int], *, temperature: float = 0.5, initial: float = 2.0
     ) -> None:
         super().__init__()
         if not temperature > 0.0:
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")
         self.temperature = temperature
-        self.hard = hard
         self.logits = torch.nn.Parameter(torch.full(shape, float(initial)))
 
     def forward(self) -> torch.Tensor:
         """``[P, R, C]`` gates: a draw while training, else the probabilities."""
         if not self.training:
             return self.probabilities()
-        # The difference of two Gumbel variables is logistic.
-        uniform = torch.rand_like(self.logits).clamp(1e-6, 1.0 - 1e-6)
-        soft = torch.sigmoid((self.logits + uniform.logit()) / self.temperature)
-        return (soft > 0.5).to(soft) + (soft - soft.detach()) if self.hard else soft
+        temperature = torch.as_tensor(self.temperature)
+        drawn = RelaxedBernoulli(temperature, logits=self.logits, validate_args=False)
+        gates: torch.Tensor = drawn.rsample()
+        return gates
 
     def probabilities(self) -> torch.Tensor:
         """``[P, R, C]``: how likely each block is kept."""
@@ -65,13 +59,6 @@ class BlockGates(torch.nn.Module):
         """
         kept = self.probabilities()[:, visible].mean(1)
         return (kept - (1.0 - sparsity)).square().mean()
-
-    def diversity_loss(self, visible: torch.Tensor) -> torch.Tensor:
-        """Mean cosine similarity of every two patterns, 0 for a single one."""
-        rows = F.normalize(self.probabilities()[:, visible], dim=1)
-        others = len(rows) * (len(rows) - 1)
-        cosines = rows @ rows.T
-        return (cosines.sum() - cosines.diagonal().sum()) / max(others, 1)
 
 
 def gated_attention(

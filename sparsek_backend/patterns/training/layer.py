@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparsek_backend.nn.rotary import rotate
-from sparsek_backend.patterns.learn import Heads
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
+from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions, LearnedPattern
 
 
 class SparseAttentionLayer(torch.nn.Module):

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
-from sparsek_backend.patterns.learn import Heads
-from sparsek_backend.patterns.masses import (
-    Measure,
-    sampled_block_masses,
-    visible_blocks,
-)
+from sparsek_backend.patterns.masses import Measure, sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
 from sparsek_backend.patterns.training.tracker import ImportanceTracker, Reduction
 from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_heads, check_int
+
+Heads = Literal["query", "kv", "all"]
+"""Who shares a pattern: each query head alone, those of a KV head, or all."""
+
+
+def num_patterns(heads: Heads, num_heads: int, num_kv_heads: int) -> int:
+    """P, patterns of a layer.
+
+    Raises:
+        ValueError: unknown ``heads``.
+    """
+    patterns = {"query": num_heads, "kv": num_kv_heads, "all": 1}
+    if heads not in patterns:
+        raise ValueError(f"heads: expected 'query', 'kv' or 'all', got {heads!r}")
+    return patterns[heads]
 
 
 @dataclass(frozen=True)
@@ -83,15 +93,12 @@ class LearnedPattern(torch.nn.Module):
         check_heads(num_heads, num_kv_heads)
         check_int("num_tokens", num_tokens, 1)
         check_block_size(block_size)
-        patterns = {"query": num_heads, "kv": num_kv_heads, "all": 1}
-        if heads not in patterns:
-            raise ValueError(f"heads: expected 'query', 'kv' or 'all', got {heads!r}")
         self.block_size = block_size
         self.causal = causal
         self.options = importance or ImportanceOptions()
         check_int("every", self.options.every, 1)
         visible = visible_blocks(num_tokens, num_tokens, block_size, causal)
-        mask = visible.expand(patterns[heads], -1, -1).clone()
+        mask = visible.expand(num_patterns(heads, num_heads, num_kv_heads), -1, -1).clone()
         self.register_buffer("visible", visible, persistent=False)
         self.register_buffer("keep", mask)
         self.tracker = ImportanceTracker(

@@ -208,9 +208,10 @@ def test_gates_weigh_their_blocks() -> None:
 
 def test_draws_of_gates() -> None:
     torch.manual_seed(0)
-    gates = BlockGates((2, 4, 4), temperature=0.1, initial=0.0, hard=True)
+    gates = BlockGates((2, 4, 4), temperature=0.1, initial=0.0)
     drawn = torch.stack([gates() for _ in range(200)])
-    assert set(drawn.unique().tolist()) == {0.0, 1.0}
+    assert ((drawn >= 0.0) & (drawn <= 1.0)).all()
+    assert ((drawn < 0.05) | (drawn > 0.95)).float().mean() > 0.7, "near to 0 and 1"
     assert 0.45 < drawn.mean() < 0.55
     drawn.sum().backward()
     assert gates.logits.grad is not None
@@ -218,7 +219,6 @@ def test_draws_of_gates() -> None:
     visible = torch.ones(4, 4).tril().bool()
     assert gates.sparsity_loss(visible, 0.5).item() == 0
     assert gates.sparsity_loss(visible, 0.9).item() == pytest.approx(0.16)
-    assert gates.diversity_loss(visible).item() == pytest.approx(1.0)
     assert torch.equal(gates.eval()(), torch.full((2, 4, 4), 0.5))
 
 

@@ -35,11 +35,14 @@ def weigh_segments(segments: int, multiprocessors: int) -> int:
     return min(max(ceil_div(each, 8) * 8, 8), 16)
 
 
-def cut_segments(jobs: int, segments: int, multiprocessors: int) -> int:
+def cut_segments(jobs: int, segments: int, columns: int, multiprocessors: int) -> int:
     """Segments of a program of ``cut_cells_kernel``: 64 or 128.
+
+    More than 4 columns of 128 would need more shared memory than is there without asking.
 
     Args:
         jobs: requests times KV heads.
         segments: of the longest context.
     """
-    return 64 if jobs * ceil_div(segments, 64) <= 8 * multiprocessors else 128
+    few = jobs * ceil_div(segments, 64) <= 8 * multiprocessors
+    return 64 if few or columns > 4 else 128

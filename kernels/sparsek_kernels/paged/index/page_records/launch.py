@@ -7,7 +7,6 @@ Between these, ranks that hold a sequence's pages between them agree on totals, 
 from __future__ import annotations
 
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from triton import knobs
@@ -20,7 +19,6 @@ from sparsek_kernels.paged.index.launch import new_selection
 from sparsek_kernels.paged.index.page_records.config import (
     CHUNK,
     KEYS,
-    first_key,
 )
 from sparsek_kernels.paged.index.page_records.kernels.choose import (
     list_cells_kernel,
@@ -29,6 +27,7 @@ from sparsek_kernels.paged.index.page_records.kernels.choose import (
     total_kernel,
 )
 from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, score_records_kernel
+from sparsek_kernels.paged.index.page_records.shapes import Rule, Shape
 from sparsek_kernels.paged.index.problem import Selection, Step
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
@@ -38,29 +37,6 @@ from sparsek_kernels.paged.scratch import MOST_ROWS, overlap_options, workspace
 
 _SCRATCH_ELEMENTS = 1 << 26
 """Most float16 elements (128 MiB) of one scratch tensor; larger steps go in batches."""
-
-
-class Rule(NamedTuple):
-    """What a token chooses, as compile-time constants."""
-
-    SINK_BLOCKS: int
-    REACH_BLOCKS: int
-    SCORED_BLOCKS: int
-    KEYS: int
-    FIRST_KEY: int
-
-
-class Shape(NamedTuple):
-    """Queries and pages, as compile-time constants."""
-
-    QUERY_LEN: int
-    NUM_KV_HEADS: int
-    GROUP: int
-    HEADS: int
-    COLUMNS: int
-    HEAD_DIM: int
-    PAGE_SIZE: int
-    RECORD: int
 
 
 def select(operands: PagedOperands, segment: Segment) -> Chosen:
@@ -78,7 +54,6 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
         call.policy.reach_blocks,
         call.policy.scored_blocks,
         KEYS,
-        first_key(call.policy, call.group),
     )
     shape = Shape(
         batch.decode_query_len,
@@ -90,10 +65,10 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
         operands.page_size,
         record_bytes(operands.q.shape[2]),
     )
-    if _fits(call, width) and not segment.fixed_order:  # sums there follow the batch
+    if _fits(call, width):
         from sparsek_kernels.paged.index.page_records import launch_sm80
 
-        launch_sm80.choose(call, rule, shape, tails)
+        launch_sm80.choose(call, rule, shape, tails, segment.fixed_order)
     else:
         _choose_in_steps(call, rule, shape, tails)
     return Chosen(call.out, Tail(tails, operands.summary))
@@ -110,8 +85,7 @@ def _fits(call: Selection, width: int) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
         and call.group * call.batch.decode_query_len <= 16
-        and call.batch.decode_query_len == 1
-        and ceil_div(width, 256) <= 2 * multiprocessors(q.device)
+        and ceil_div(width, 128) <= 2 * multiprocessors(q.device)
     )
 
 

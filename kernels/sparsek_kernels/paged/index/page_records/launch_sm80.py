@@ -10,13 +10,19 @@ from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.page_records.config import KEYS, cut_segments, weigh_segments
 from sparsek_kernels.paged.index.page_records.kernels.cut_sm80 import WARPS, cut_cells_kernel
 from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import weigh_cells_kernel
+from sparsek_kernels.paged.index.page_records.shapes import Rule, Shape
 from sparsek_kernels.paged.index.problem import Selection
 from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 
-def choose(call: Selection, rule, shape, tails: torch.Tensor) -> None:
-    """Write the chosen cells of a step's requests, and what is left of their segments."""
+def choose(
+    call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor, fixed_order: bool
+) -> None:
+    """Write the chosen cells of a step's requests, and what is left of their segments.
+
+    fixed_order: sums are added up in an order that no batch changes.
+    """
     q, operands, batch = call.q, call.operands, call.batch
     device, records = q.device, operands.summary
     rows = shape.QUERY_LEN * shape.GROUP
@@ -24,10 +30,11 @@ def choose(call: Selection, rule, shape, tails: torch.Tensor) -> None:
     shape = shape._replace(COLUMNS=columns)
     width = tails.shape[2]
     jobs = batch.num_decodes * call.heads
-    segments = weigh_segments(jobs * width, multiprocessors(device))
+    places = (1 << 30) if fixed_order else jobs * width
+    segments = weigh_segments(places, multiprocessors(device))
     near = (call.policy.sink_blocks + call.policy.reach_blocks) // call.policy.segment_blocks
     sums = near + (2 if shape.QUERY_LEN > 1 else 1) + ceil_div(width, segments)
-    size = cut_segments(jobs, width, multiprocessors(device))
+    size = 64 if fixed_order else cut_segments(jobs, width, columns, multiprocessors(device))
     members = ceil_div(width, size)
     weights = workspace(device, "weights", jobs * width * 8 * columns, torch.int32)
     tops = workspace(device, "tops", jobs * width * columns, torch.float32)

@@ -89,10 +89,10 @@ def two_shares(turn, PAIR: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def key_of(score, inside, FIRST_KEY: gl.constexpr, KEYS: gl.constexpr):
+def key_of(score, inside, first_key, KEYS: gl.constexpr):
     """Integer keys of scores; one more than the last outside."""
     score = gl.where(score > 0.0, score, 0.0)
-    key = (score.to(gl.int32, bitcast=True) >> 21) - FIRST_KEY
+    key = (score.to(gl.int32, bitcast=True) >> 21) - first_key
     return gl.where(inside, gl.minimum(gl.maximum(key, 0), KEYS - 1), KEYS)
 
 
@@ -191,6 +191,9 @@ def cut_cells_kernel(
     if member >= active:
         return
     counters = counter_ptr + 2 * job
+    # config.first_key: the octave of a share of the cells that are chosen for each row
+    share = gl.maximum(COUNT // (num_tokens * GROUP), 1).to(gl.float32)
+    first_key = ((254 - (share.to(gl.int32, bitcast=True) >> 23)) << 2) - (KEYS - 1)
     key_counters = counters_of_keys()
     begin = SINKS + member * SEGMENTS
 
@@ -271,10 +274,10 @@ def cut_cells_kernel(
             s2 += weight_of(b, 0) * left + weight_of(b, 1) * right
             s3 += weight_of(b, 2) * left + weight_of(b, 3) * right
         inside = (first_segment + 4 * turn < last)[:, None] & (thread >= 0)
-        k0 = key_of(s0, inside, RULE.FIRST_KEY, KEYS)
-        k1 = key_of(s1, inside, RULE.FIRST_KEY, KEYS)
-        k2 = key_of(s2, inside, RULE.FIRST_KEY, KEYS)
-        k3 = key_of(s3, inside, RULE.FIRST_KEY, KEYS)
+        k0 = key_of(s0, inside, first_key, KEYS)
+        k1 = key_of(s1, inside, first_key, KEYS)
+        k2 = key_of(s2, inside, first_key, KEYS)
+        k3 = key_of(s3, inside, first_key, KEYS)
         keys.index(turn).store(k0 | (k1 << 8) | (k2 << 16) | (k3 << 24))
         count_key(of_lane, k0)
         count_key(of_lane, k1)
@@ -367,11 +370,11 @@ def cut_cells_kernel(
                     part = weight_of(a, h) * f0 + weight_of(a, 2 + h) * f1
                     part += weight_of(b, h) * f2 + weight_of(b, 2 + h) * f3
                     x = x + (part,)  # type: ignore[assignment]  # noqa: RUF005
-            part = fold(fold(x[0], x[1], thread, 1), fold(x[2], x[3], thread, 1), thread, 2)
+            part = fold(fold(x[0], x[1], thread, 1), fold(x[2], x[3], thread, 1), thread, 2)  # type: ignore[misc]
             if WIDE == 4:
                 part = fold(part, part, thread, 4)
             else:
-                more_of = fold(fold(x[4], x[5], thread, 1), fold(x[6], x[7], thread, 1), thread, 2)
+                more_of = fold(fold(x[4], x[5], thread, 1), fold(x[6], x[7], thread, 1), thread, 2)  # type: ignore[misc]
                 part = fold(part, more_of, thread, 4)
             of = first + thread % WIDE  # its column
             at_top = tops_ptr + (job.to(gl.int64) * width + segment) * COLUMNS + of

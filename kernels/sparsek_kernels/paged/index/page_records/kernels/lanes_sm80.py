@@ -52,7 +52,7 @@ def unpack(x, N: gl.constexpr):
         words = (to_lanes(gl.reshape(x, [32])),)
     elif N == 2:
         a, b = gl.split(x)
-        words = (to_lanes(a), to_lanes(b))
+        words = (to_lanes(a), to_lanes(b))  # type: ignore[assignment]
     else:
         low, high = gl.split(gl.permute(gl.reshape(x, [32, 2, N // 2]), [0, 2, 1]))
         words = unpack_half(low, N // 2) + unpack_half(high, N // 2)
@@ -68,7 +68,7 @@ def unpack_half(x, N: gl.constexpr):
         a, b = gl.split(gl.permute(gl.reshape(x, [32, 2, 2]), [0, 2, 1]))
         a, c = gl.split(a)
         b, d = gl.split(b)
-        words = (to_lanes(a), to_lanes(c), to_lanes(b), to_lanes(d))
+        words = (to_lanes(a), to_lanes(c), to_lanes(b), to_lanes(d))  # type: ignore[assignment]
     return words
 
 

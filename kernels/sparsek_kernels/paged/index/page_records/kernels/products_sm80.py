@@ -165,7 +165,7 @@ def scaled_query(pairs, one, q, W: gl.constexpr):
     """The query times the sizes of pairs, floats of 8 bits: ``4 W`` words."""
     out = ()
     for w in gl.static_range(W):
-        out = out + gl.inline_asm_elementwise(  # type: ignore[assignment]
+        out = out + gl.inline_asm_elementwise(
             _SCALED, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r",
             [
                 pairs[w], one, q[2 * w], q[2 * w + 1], q[2 * W + 2 * w], q[2 * W + 2 * w + 1],
@@ -246,7 +246,7 @@ def cell_products(read, query, r, g, k, factor, W: gl.constexpr, TWO: gl.constex
         if W == 2:
             own = (gl.where(g < 4, pairs[0], pairs[2]), gl.where(g < 4, pairs[1], pairs[3]))
         else:
-            own = (gl.where(g < 4, pairs[0], pairs[1]),)
+            own = (gl.where(g < 4, pairs[0], pairs[1]),)  # type: ignore[assignment]
         one = 0x3C003C00 + (of_query & 1) * 0x02000200
         scaled = scaled_query(own, one, query, W)
         x = record_product(rows, scaled, W)

@@ -72,7 +72,7 @@ def load_levels(levels, RECORD: gl.constexpr, W: gl.constexpr):
     LINE: gl.constexpr = gl.BlockedLayout([1, W], [32, 1], [1, 1], [1, 0])
     out = ()
     for j in gl.static_range(4):
-        out = out + unpack(levels.index(4 * RECORD + j).load(LINE), W)  # type: ignore[assignment]
+        out = out + unpack(levels.index(4 * RECORD + j).load(LINE), W)
     return out
 
 
@@ -125,11 +125,11 @@ def load_turn(levels, rest, PARTS: gl.constexpr, HEAD_DIM: gl.constexpr):
     words = load_parts(of_variances, HEAD_DIM // 2 // VARIANCES, KEPT, VARIANCES)
     variances = ()
     for i in gl.static_range(VARIANCES):
-        variances = variances + halves_of_bytes(words[i])  # type: ignore[assignment]
+        variances = variances + halves_of_bytes(words[i])
     pairs, rows = (), ()
     for r in gl.static_range(2):
-        pairs = pairs + load_rows(of_rows.index(r), 48, W)  # type: ignore[assignment]
-        rows = rows + load_levels(levels, r, W)  # type: ignore[assignment]
+        pairs = pairs + load_rows(of_rows.index(r), 48, W)
+        rows = rows + load_levels(levels, r, W)
     AT: gl.constexpr = 13 * HEAD_DIM // 32  # of the scales, in 8 bytes
     scales = (
         load_bytes(of_bytes, AT), load_bytes(of_bytes, AT + 1),
