@@ -288,6 +288,9 @@ def learned_launches(
         dtype=dtype,
         max_seq_len=131072,
     )
+    pages, heads, page_size, _ = problem.k_cache.shape
+    each = indexers.page_bytes(page_size, head_dim)  # as the views of a server's pages
+    problem.k_summary = torch.empty(pages, heads, each, dtype=torch.uint8)
     seen: list[Recorded] = []
     for rotation in (None, torch.zeros(131072, head_dim)):
         batch = dataclasses.replace(problem.batch, rotation=rotation, _derived={})
