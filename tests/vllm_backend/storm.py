@@ -40,10 +40,10 @@ AT_ONCE = 8
 """Requests that the server runs together; ten times as many are sent together."""
 OPTIONS = (
     *("--max-model-len", str(MAX_LEN), "--max-num-seqs", str(AT_ONCE)),
-    *("--max-num-batched-tokens", "64", "--dtype", "float32", "--block-size", "32"),
+    *("--max-num-batched-tokens", "64", "--dtype", "float32", "--block-size", "64"),
     "--additional-config",
     '{"sparsek": {"num_sink": 16, "window_size": 32, "sel_block_size": 32, "top_k": 1, '
-    '"dense_below": 0}}',
+    '"decode_tokens": 64, "dense_below": 0}}',
 )
 """Of a server of a tiny model, which selects blocks beyond the first hundred tokens."""
 PROMPT = list(range(3, 123))

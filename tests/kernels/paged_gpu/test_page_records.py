@@ -179,9 +179,12 @@ def test_steps_of_bounded_scratch_choose_the_same(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(4, 2), (7, 1), (1, 2)])
-def test_matrix_units_choose_what_the_oracle_does(head_dim: int, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("new", [1, 4])
+def test_matrix_units_choose_what_the_oracle_does(
+    head_dim: int, heads: tuple[int, int], new: int
+) -> None:
     case = make_case(
-        [(1, 9000), (4, 5003), (1, 250), (2, 20000)],
+        [(1, 9000), (new, 5003), (1, 250), (1, 20000)],
         RULE,
         group=heads[0],
         heads=heads[1],

@@ -75,7 +75,7 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
 
 
 def _fits(call: Selection, width: int) -> bool:
-    """Whether one launch takes these tensors, and all programs of a group run at once."""
+    """Whether the matrix units take these tensors, and all programs of a group run at once."""
     q = call.q
     return (
         not knobs.runtime.interpret
@@ -84,7 +84,8 @@ def _fits(call: Selection, width: int) -> bool:
         and device_arch(q.device) >= 80
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
-        and call.group * call.batch.decode_query_len <= 16
+        and call.group <= 8
+        and call.batch.decode_query_len == 1
         and ceil_div(width, 128) <= 2 * multiprocessors(q.device)
     )
 
