@@ -41,6 +41,7 @@ def make_case(
     *,
     device: str = DEVICE,
     triton: bool = True,
+    key_bias: torch.Tensor | None = None,
     **options: Any,
 ) -> Case:
     """Random keys, of which a few match the queries, in pages with their records."""
@@ -49,6 +50,8 @@ def make_case(
     pages, heads, page_size, dim = problem.k_cache.shape
     for request, slots in enumerate(problem.slots):
         k, v = problem.keys[request], problem.values[request]
+        if key_bias is not None:
+            k += key_bias.to(k)
         problem.k_cache[slots // page_size, :, slots % page_size] = k.to(problem.k_cache.dtype)
         problem.v_cache[slots // page_size, :, slots % page_size] = v.to(problem.v_cache.dtype)
     size = page_bytes(page_size, dim)
@@ -141,6 +144,20 @@ def test_keys_are_quarters_of_octaves(count: int, group: int) -> None:
     assert (int(found[0]), int(found[-1])) == (0, 63)
     always = scores > group / count
     assert int(found[always].min()) >= config.KEYS - 4
+
+
+@pytest.mark.parametrize("matrix_units", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_keys_of_hundreds_shift_no_tail(
+    matrix_units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias of keys is in every logit of a query: what it rounds would be in every tail."""
+    bias = torch.zeros(128)
+    bias[3::16] = torch.tensor([350.0, -290.0, 110.0, 350.0, -170.0, 230.0, 350.0, -310.0])
+    case = make_case([(1, 1500)], group=4, heads=1, dim=128, dtype=torch.bfloat16, key_bias=bias)
+    case.problem.q += torch.where(bias != 0.0, 7.3 * bias.sign(), 0.0).to(case.problem.q)
+    if not matrix_units:
+        monkeypatch.setattr(launch, "_fits", lambda *_: False)
+    check(case, launch.select(case.operands, case.segment), exact=0.8, tolerance=0.1)
 
 
 def test_equal_cells_go_to_the_lower_index() -> None:

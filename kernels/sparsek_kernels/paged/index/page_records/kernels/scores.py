@@ -231,6 +231,8 @@ def score_records_kernel(
     largest = tl.maximum(largest, tl.max(tl.abs(q2.to(tl.float32)), axis=0))
     largest = tl.maximum(largest, tl.max(tl.abs(q3.to(tl.float32)), axis=0))
     largest = tl.where(largest > 0.0, largest, 1.0)
+    # A power of two, so that a query of 16 bits stays what it is: keys may be hundreds.
+    largest = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     f0 = q0.to(tl.float32) / largest[None, :]
     f1 = q1.to(tl.float32) / largest[None, :]
     f2 = q2.to(tl.float32) / largest[None, :]

@@ -290,7 +290,10 @@ def weigh_cells_kernel(
     largest = gl.max(most, axis=0)
     largest = gl.where(largest > 0.0, largest, 1.0)
     queries, heads, squares = (), (), ()
-    unit = MOST_LEVEL / largest
+    # A power of two, so that a query of 16 bits stays what it is: keys may be hundreds.
+    unit = ((MOST_LEVEL / largest).to(gl.int32, bitcast=True) & 0x7F800000).to(
+        gl.float32, bitcast=True
+    )
     for part in gl.static_range(PARTS):
         row = 8 * part + column
         live = (row < ROWS) & (row // GROUP < num_tokens)
@@ -302,8 +305,8 @@ def weigh_cells_kernel(
         heads = heads + (words,)  # type: ignore[assignment]  # noqa: RUF005
         words = query_squares(at, live, 1.0 / largest, of, k, DTYPE, SPLIT, HEAD_DIM)
         squares = squares + (words,)  # type: ignore[assignment]  # noqa: RUF005
-    factor = largest * qk_scale * (1.0 / (32.0 * MOST_LEVEL))
-    factor_of_mean = largest * qk_scale * (1.0 / MOST_LEVEL)
+    factor = qk_scale / (32.0 * unit)
+    factor_of_mean = qk_scale / unit
     deviation = largest * qk_scale * LN2
     for turn in range(turns):
         async_copy.wait_group(STAGES - 2)
