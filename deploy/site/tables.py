@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import itertools
 import json
 import re
 import sys
@@ -177,9 +178,11 @@ def quality(*files: str) -> str:
         found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
         machines.append(found["machine"])
         means = [row for row in found["retrieval"] if row["task"] == "mean"]
-        for variant, where in (("plain", "last"), ("followed", "600 tokens behind it")):
-            dense, *budgets = [row for row in means if row["variant"] == variant]
-            lines += [_answers(dense, budget, where) for budget in budgets]
+        lengths = sorted({row["length"] for row in means})
+        asked = (("plain", "last"), ("followed", "600 tokens behind it"))
+        for length, (variant, where) in itertools.product(lengths, asked):
+            cell = [r for r in means if (r["length"], r["variant"]) == (length, variant)]
+            lines += [_answers(cell[0], budget, where) for budget in cell[1:]]
     head = ("length, prompts", "question", "budget", "attended", "dense", "budget's", "of dense")
     return f"{_table((*head, 'worse, better', 'added NLL'), lines)}\n\n{_measured_on(machines)}"
 
@@ -189,7 +192,7 @@ def _answers(dense: dict[str, Any], budget: dict[str, Any], where: str) -> Itera
         f"{_tokens(budget['length'])}, {budget['prompts']}",
         where,
         f"`{budget['label']}`",
-        f"{budget['prefill_share']:.0%}",
+        f"{min(budget['prefill_share'], budget['decode_share']):.0%}",
         f"{dense['accuracy']:.3f}",
         f"{budget['accuracy']:.3f}",
         f"{budget['of_reference']:.1%}",

@@ -131,8 +131,9 @@ def block_indices(
     """
     batch, num_q = q.shape[:2]
     num_k, heads = k.shape[1], k.shape[2]
-    dense = SelectionPolicy(sel_block_size=policy.sel_block_size)
-    step = StepPolicy(policy, policy if policy.query_tile == 1 else dense)
+    alone = policy.query_tile == 1
+    decode = policy if alone else SelectionPolicy(sel_block_size=policy.sel_block_size)
+    step = StepPolicy(policy, decode)
     indexers = default_indexers(step) if index is None else Indexers(index, index)
     with torch.no_grad():
         k_cache, _, summary, described = _paged(k, v, num_q, step, indexers, decodes=False)

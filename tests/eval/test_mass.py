@@ -25,6 +25,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 pytest.importorskip("transformers", reason="Transformers is not installed (the eval extra)")
 
 POLICY = SelectionPolicy(num_sink=16, window_size=32, top_k=3, sel_block_size=16, query_tile=16)
+RECORDS = POLICY.by_records(64)
 LENGTH, HEADS, KV_HEADS, DIM = 300, 4, 2, 32
 
 
@@ -49,10 +50,19 @@ def test_masses_are_the_softmax_summed_over_blocks() -> None:
                 assert masses[number, head, block].item() == pytest.approx(part.sum().item())
 
 
-@pytest.mark.parametrize("tile", [1, 16, 64])
-def test_a_selection_catches_at_most_the_best_choice(tile: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "larger"),
+    [
+        (RECORDS, POLICY.by_records(96)),
+        (POLICY, replace(POLICY, top_k=9)),
+        (replace(POLICY, query_tile=64), replace(POLICY, query_tile=64, top_k=9)),
+    ],
+    ids=["records", "16", "64"],
+)
+def test_a_selection_catches_at_most_the_best_choice(
+    policy: SelectionPolicy, larger: SelectionPolicy
+) -> None:
     q, k, v = states()
-    policy = replace(POLICY, query_tile=tile)
     caught, best, attended = measure(q, k, v, policy, DIM**-0.5)
     assert (caught <= best + 1e-6).all()
     assert (caught > 0.3).all()
@@ -60,7 +70,7 @@ def test_a_selection_catches_at_most_the_best_choice(tile: int) -> None:
     rows = torch.linspace(first, LENGTH - 1, min(128, LENGTH - first)).long().tolist()
     shares = [policy.attended_tokens(row) / (row + 1) for row in rows]
     torch.testing.assert_close(attended, torch.tensor(sum(shares) / len(shares)).expand(KV_HEADS))
-    more, _, of_more = measure(q, k, v, replace(policy, top_k=9), DIM**-0.5)
+    more, _, of_more = measure(q, k, v, larger, DIM**-0.5)
     assert (more > caught).all()
     assert (of_more > attended).all()
 
@@ -70,7 +80,7 @@ def test_a_key_that_takes_all_attention_is_caught() -> None:
     q[:] = q[:, -1:]
     q[:, :, 1::2] = q[:, :, ::2]
     k[:, 64:80] = 3 * q[:, -1:, ::2]  # one block that every query wants
-    caught, best, _ = measure(q, k, v, replace(POLICY, query_tile=1), 1.0)
+    caught, best, _ = measure(q, k, v, RECORDS, 1.0)
     torch.testing.assert_close(caught, torch.ones(KV_HEADS), atol=1e-3, rtol=0)
     torch.testing.assert_close(best, torch.ones(KV_HEADS), atol=1e-3, rtol=0)
 
@@ -119,7 +129,7 @@ def test_every_layer_of_a_model_is_measured(tmp_path: Path) -> None:
     masses = measure_model(
         str(tmp_path / "model"),
         [i % 99 for i in range(LENGTH)],
-        lambda layer: StepPolicy.of(POLICY),
+        lambda layer: StepPolicy(POLICY, RECORDS),
         on_layer=seen.append,
     )
     assert seen == [0, 1, 2]
