@@ -66,9 +66,9 @@ def test_ngrams(script: dict[str, Any]) -> None:
     assert ratios == {"gain_of_speculation": 2.0, "baseline_over_ours": 1.5, "equal_tokens": 3}
     assert not wrong
     runs["SPARSEK"] |= answer([5, 8, 7], [-1.0, -0.5, -1.0])
-    ratios, (wrong,) = script["judge"]("ngrams", runs)
+    ratios, wrong = script["judge"]("ngrams", runs)
     assert ratios["equal_tokens"] == 1
-    assert "with speculation the answer is another one, 0.5 nats apart" in wrong
+    assert not wrong  # tokens of a draft select together
 
 
 @pytest.mark.parametrize(
