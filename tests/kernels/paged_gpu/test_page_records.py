@@ -220,6 +220,21 @@ def test_matrix_units_choose_what_the_oracle_does(
 
 
 @pytest.mark.gpu
+def test_batches_of_bounded_scratch_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsek_kernels.paged.index.page_records import launch_sm80
+
+    case = make_case([(1, 2000 + 300 * i) for i in range(9)], dtype=torch.bfloat16)
+    whole = launch.select(case.operands, case.segment)
+    assert whole.tail is not None
+    indices, logits = whole.indices.clone(), whole.tail.logits.clone()
+    monkeypatch.setattr(launch_sm80, "_SCRATCH_BYTES", 1)
+    parts = launch.select(case.operands, case.segment)
+    assert parts.tail is not None
+    assert torch.equal(parts.indices, indices)
+    assert torch.equal(parts.tail.logits.nan_to_num(), logits.nan_to_num())
+
+
+@pytest.mark.gpu
 def test_one_launch_takes_more_equal_cells_than_16_bits_count() -> None:
     rule = SelectionPolicy(num_sink=64, window_size=512, top_k=1).by_records(4096)
     case = make_case([(1, 200_000)], rule, group=4, heads=1, dim=128, dtype=torch.bfloat16)

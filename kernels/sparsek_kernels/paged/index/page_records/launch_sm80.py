@@ -12,8 +12,11 @@ from sparsek_kernels.paged.index.page_records.kernels.cut_sm80 import WARPS, cut
 from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import weigh_cells_kernel
 from sparsek_kernels.paged.index.page_records.shapes import Rule, Shape
 from sparsek_kernels.paged.index.problem import Selection
-from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.policy import SEGMENT, ceil_div
 from sparsek_kernels.paged.scratch import overlap_options, workspace
+
+_SCRATCH_BYTES = 1 << 28
+"""Most bytes of weights and what goes with them; larger steps go in batches of requests."""
 
 
 def choose(
@@ -23,17 +26,38 @@ def choose(
 
     fixed_order: sums are added up in an order that no batch changes.
     """
+    rows = shape.QUERY_LEN * shape.GROUP
+    shape = shape._replace(COLUMNS=4 if rows <= 4 else ceil_div(rows, 8) * 8)
+    each = call.heads * tails.shape[2] * 40 * shape.COLUMNS
+    most = max(_SCRATCH_BYTES // each // 4 * 4, 4)  # so that rows stay aligned
+    for first in range(0, call.batch.num_decodes, most):
+        requests = min(most, call.batch.num_decodes - first)
+        _choose_some(call, rule, shape, tails, fixed_order, first, requests)
+
+
+def _choose_some(
+    call: Selection,
+    rule: Rule,
+    shape: Shape,
+    tails: torch.Tensor,
+    fixed_order: bool,
+    first: int,
+    requests: int,
+) -> None:
     q, operands, batch = call.q, call.operands, call.batch
     device, records = q.device, operands.summary
-    rows = shape.QUERY_LEN * shape.GROUP
-    columns = 4 if rows <= 4 else ceil_div(rows, 8) * 8
-    shape = shape._replace(COLUMNS=columns)
-    width = tails.shape[2]
-    jobs = batch.num_decodes * call.heads
+    columns, width = shape.COLUMNS, tails.shape[2]
+    jobs = requests * call.heads
+    out, table = call.out[first:], batch.block_table[first:]
+    lengths = (batch.seq_lens[first:], batch.cu_seqlens_q[first:])
+    # What is compiled follows the block table's width, which is the same in all steps of a server.
+    in_table = ceil_div(table.shape[1] * operands.page_size, SEGMENT)
+    longest = next_power_of_2(max(width, in_table))
     places = (1 << 30) if fixed_order else jobs * width
     segments = weigh_segments(places, multiprocessors(device))
     near = (call.policy.sink_blocks + call.policy.reach_blocks) // call.policy.segment_blocks
-    sums = near + (2 if shape.QUERY_LEN > 1 else 1) + ceil_div(width, segments)
+    near += 2 if shape.QUERY_LEN > 1 else 1
+    sums = near + ceil_div(width, segments)
     size = 64 if fixed_order else cut_segments(jobs, width, columns, multiprocessors(device))
     members = ceil_div(width, size)
     weights = workspace(device, "weights", jobs * width * 8 * columns, torch.int32)
@@ -52,9 +76,8 @@ def choose(
         q,
         operands.k_cache,
         records,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
+        table,
+        *lengths,
         call.qk_scale,
         call.policy.dense_below,
         sums,
@@ -63,7 +86,7 @@ def choose(
         q.stride()[:2],
         operands.k_cache.stride()[:3],
         records.stride()[:2],
-        batch.block_table.stride(0),
+        table.stride(0),
         RULE=rule,
         SHAPE=shape,
         num_warps=1,
@@ -73,7 +96,7 @@ def choose(
     run(
         cut_cells_kernel,
         (jobs * members,),
-        call.out,
+        out,
         tails,
         counts,
         counters,
@@ -81,19 +104,18 @@ def choose(
         tops,
         gains,
         states,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
+        *lengths,
         call.policy.dense_below,
         members,
         sums,
         segments,
         width,
-        call.out.stride()[:2],
+        out.stride()[:2],
         tails.stride()[:2],
         RULE=rule,
         SHAPE=shape,
-        MOST=next_power_of_2(members),
-        SUMS=next_power_of_2(sums),
+        MOST=longest // 64 or 1,
+        SUMS=next_power_of_2(near + longest // segments),
         TURNS=size // 16,
         num_warps=WARPS.value,
         **overlap_options(device),
