@@ -42,7 +42,7 @@ class Chosen(NamedTuple):
 
         Args:
             tiles: their numbers.
-            lists: those of their lists, where others than theirs.
+            lists: rows of ``indices`` for these tiles, where requests share a row.
         """
         tail = self.tail
         if tail is not None:

@@ -117,7 +117,7 @@ class Indexers:
 
     Args:
         prefill: of prompts; ``None`` where these choose no blocks.
-        decode: of decoded tokens, and of those of prompts that choose by records; ``None`` where
+        decode: of decoded tokens, and of prompt tokens that choose by records; ``None`` where
             these choose no blocks.
 
     Raises:

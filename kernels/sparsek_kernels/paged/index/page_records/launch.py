@@ -86,7 +86,7 @@ def _fits(call: Selection, width: int) -> bool:
         and q.shape[2] in (64, 128)
         and call.group <= 8
         and call.batch.decode_query_len == 1
-        and ceil_div(width, 128) <= 2 * multiprocessors(q.device)
+        and ceil_div(width, 64) <= 2 * multiprocessors(q.device)
     )
 
 

@@ -172,7 +172,8 @@ def list_cells_kernel(
 
     Ties go to the lower index.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32, -1 for tokens that see
     everything, and ``[R, Hkv, 2]`` int32: the smallest key that is chosen, and the last cell that
-    is chosen with that key.  With ``SHARDED`` the keys are those of all ranks, not yet counted.
+    is chosen with that key.  With ``SHARDED`` the keys come
+    from all ranks, and this kernel counts them.
     """
     KEYS: tl.constexpr = RULE.KEYS
     COUNT: tl.constexpr = RULE.SCORED_BLOCKS

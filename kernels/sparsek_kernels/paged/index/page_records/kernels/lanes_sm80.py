@@ -90,7 +90,7 @@ def pair_of_fp16(low, high):
 
 @gluon.jit
 def halves_of_bytes(word):
-    """Four float16 numbers whose first bytes are those of a word, in two words."""
+    """Four float16 numbers in two words: each byte of ``word`` becomes the high byte of one."""
     return gl.inline_asm_elementwise(
         "{ prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424; }", "=&r,=&r,r", [word],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
