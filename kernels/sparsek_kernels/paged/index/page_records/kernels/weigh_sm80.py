@@ -103,8 +103,8 @@ def weigh_cells(
     h0, t0, h1, t1 = state
     n0 = gl.where(valid, gl.maximum(h0, m0), h0)
     n1 = gl.where(valid, gl.maximum(h1, m1), h1)
-    a0 = gl.where(valid, c0 + c2 + d0 + d2, 0.0) * gl.exp2(m0 - n0)
-    a1 = gl.where(valid, c1 + c3 + d1 + d3, 0.0) * gl.exp2(m1 - n1)
+    a0 = gl.where(valid, (c0 + c2 + d0 + d2) * gl.exp2(m0 - n0), 0.0)
+    a1 = gl.where(valid, (c1 + c3 + d1 + d3) * gl.exp2(m1 - n1), 0.0)
     return n0, t0 * gl.exp2(h0 - n0) + a0, n1, t1 * gl.exp2(h1 - n1) + a1
 
 
@@ -290,10 +290,9 @@ def weigh_cells_kernel(
     largest = gl.max(most, axis=0)
     largest = gl.where(largest > 0.0, largest, 1.0)
     queries, heads, squares = (), (), ()
-    # A power of two, so that a query of 16 bits stays what it is: keys may be hundreds.
-    unit = ((MOST_LEVEL / largest).to(gl.int32, bitcast=True) & 0x7F800000).to(
-        gl.float32, bitcast=True
-    )
+    unit = MOST_LEVEL / largest
+    # A power of two, so that a query of 16 bits stays what it is: means may be hundreds.
+    unit_of_mean = (unit.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     for part in gl.static_range(PARTS):
         row = 8 * part + column
         live = (row < ROWS) & (row // GROUP < num_tokens)
@@ -301,12 +300,12 @@ def weigh_cells_kernel(
         words = query_columns(at, live, unit, k, DTYPE, HEAD_DIM)
         queries = queries + (words,)  # type: ignore[assignment]  # noqa: RUF005
         of = g // (16 // SPLIT)
-        words = query_rows(at, live, unit, of, k, DTYPE, SPLIT, HEAD_DIM)
+        words = query_rows(at, live, unit_of_mean, of, k, DTYPE, SPLIT, HEAD_DIM)
         heads = heads + (words,)  # type: ignore[assignment]  # noqa: RUF005
         words = query_squares(at, live, 1.0 / largest, of, k, DTYPE, SPLIT, HEAD_DIM)
         squares = squares + (words,)  # type: ignore[assignment]  # noqa: RUF005
     factor = qk_scale / (32.0 * unit)
-    factor_of_mean = qk_scale / unit
+    factor_of_mean = qk_scale / unit_of_mean
     deviation = largest * qk_scale * LN2
     for turn in range(turns):
         async_copy.wait_group(STAGES - 2)
