@@ -194,7 +194,7 @@ def test_a_million_tokens_of_context() -> None:
     """Page offsets pass 2**31 elements."""
     length, dim, page_size, heads = 1 << 20, 64, 64, 8
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
-    pages = 2 * length // page_size
+    pages = 2 * length // page_size + 1
     body = heads * page_size * 2 * dim
     buffer = torch.empty(pages, body, device="cuda", dtype=torch.bfloat16)
     kv = buffer.view(pages, heads, page_size, 2 * dim)

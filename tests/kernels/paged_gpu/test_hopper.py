@@ -140,11 +140,6 @@ def test_small_pages_are_attended_by_the_portable_kernel(ran: Counter[str]) -> N
     assert set(ran) == {"_score_sm90"}
 
 
-def test_single_tokens_are_left_to_the_portable_kernels(ran: Counter[str]) -> None:
-    oracle_check.check(step(), replace(TOP_K, query_tile=1))
-    assert not ran
-
-
 def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
     """Enough of them that nothing would be split; held against the portable kernels."""
     problem = make_problem(
