@@ -20,7 +20,7 @@ from sparsek_kernels.paged.index.page_records.kernels.lanes_sm80 import (
 )
 
 MOST_LEVEL: gl.constexpr = gl.constexpr(84.0)
-"""The query's largest channel before sizes of pairs, up to 1.5, scale it to 8 bits."""
+"""A column's largest channel before sizes of pairs, up to 1.5, scale it to 8 bits."""
 
 _LEVELS: gl.constexpr = gl.constexpr(
     """
@@ -89,7 +89,7 @@ A float16 of 1536 and a number has that number's integer in its low byte.
 
 @gluon.jit
 def largest_channel(q_row, live, k, DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """The largest absolute channel of each thread's part of its row."""
+    """The largest absolute channel of each thread's row; 1 for a row of zeros."""
     W: gl.constexpr = HEAD_DIM // 64
     most = gl.zeros([32], gl.float32, LANES)
     for p in gl.static_range(4):
@@ -98,7 +98,10 @@ def largest_channel(q_row, live, k, DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr)
             word = gl.load((at + 2 * i).to(gl.pointer_type(gl.int32)), mask=live, other=0)
             low, high = halves(word, DTYPE)
             most = gl.maximum(most, gl.maximum(gl.abs(low), gl.abs(high)))
-    return most
+    lane = gl.arange(0, 32, layout=LANES)
+    most = gl.maximum(most, shuffle(most, lane ^ 1))
+    most = gl.maximum(most, shuffle(most, lane ^ 2))
+    return gl.where(most > 0.0, most, 1.0)
 
 
 @gluon.jit
@@ -229,16 +232,16 @@ def product_of_parts(rows, columns, N: gl.constexpr, PARTS: gl.constexpr, k, g):
 
 
 @gluon.jit
-def scale_of(code, size):
-    """A vector's scale, float32, times ``size``."""
+def scale_of(code):
+    """A vector's scale, float32."""
     code = code.to(gl.int32)
-    return gl.where(code > 0, ((code + 1904) << 19).to(gl.float32, bitcast=True), 0.0) * size
+    return gl.where(code > 0, ((code + 1904) << 19).to(gl.float32, bitcast=True), 0.0)
 
 
 @gluon.jit
-def cell_products(read, query, r, g, k, factor, W: gl.constexpr, TWO: gl.constexpr):
-    """Products of two columns with the levels of a thread's cells, scaled; of record ``r``, or of
-    both with ``TWO``.
+def cell_products(read, query, r, g, k, factors, W: gl.constexpr, TWO: gl.constexpr):
+    """Products of two columns with the levels of a thread's cells, times the ``factors`` of these
+    columns; of record ``r``, or of both with ``TWO``.
     """
     rows, pairs, top, scales, _, _ = read
     if TWO:
@@ -265,11 +268,12 @@ def cell_products(read, query, r, g, k, factor, W: gl.constexpr, TWO: gl.constex
         lane = 4 * g + 2 * r
         s0, s1 = shuffle(scales[0], lane), shuffle(scales[1], lane)
         s2, s3 = shuffle(scales[2], lane), shuffle(scales[3], lane)
-    size = (((of_cells & ~1) + 126) << 22).to(gl.float32, bitcast=True) * factor
-    s0, s1, s2, s3 = scale_of(s0, size), scale_of(s1, size), scale_of(s2, size), scale_of(s3, size)
+    size = (((of_cells & ~1) + 126) << 22).to(gl.float32, bitcast=True)
+    left, right = size * factors[0], size * factors[1]
+    s0, s1, s2, s3 = scale_of(s0), scale_of(s1), scale_of(s2), scale_of(s3)
     return (
-        c0.to(gl.float32) * s0, c1.to(gl.float32) * s0,
-        c2.to(gl.float32) * s1, c3.to(gl.float32) * s1,
-        d0.to(gl.float32) * s2, d1.to(gl.float32) * s2,
-        d2.to(gl.float32) * s3, d3.to(gl.float32) * s3,
+        c0.to(gl.float32) * (s0 * left), c1.to(gl.float32) * (s0 * right),
+        c2.to(gl.float32) * (s1 * left), c3.to(gl.float32) * (s1 * right),
+        d0.to(gl.float32) * (s2 * left), d1.to(gl.float32) * (s2 * right),
+        d2.to(gl.float32) * (s3 * left), d3.to(gl.float32) * (s3 * right),
     )  # fmt: skip

@@ -281,22 +281,16 @@ def weigh_cells_kernel(
         )  # fmt: skip
         async_copy.commit_group()
     column = (g & 3) if TWO else g
-    most = gl.zeros([32], gl.float32, LANES)
+    left = 8 * (k & 1 if TWO else k)  # the thread of the first column of this thread's products
+    queries, heads, squares, factors, mean_factors, deviations = (), (), (), (), (), ()
     for part in gl.static_range(PARTS):
         row = 8 * part + column
         live = (row < ROWS) & (row // GROUP < num_tokens)
         at = q_row + (row // GROUP) * q_strides[0] + (row % GROUP) * q_strides[1]
-        most = gl.maximum(most, largest_channel(at, live, k, DTYPE, HEAD_DIM))
-    largest = gl.max(most, axis=0)
-    largest = gl.where(largest > 0.0, largest, 1.0)
-    queries, heads, squares = (), (), ()
-    unit = MOST_LEVEL / largest
-    # A power of two, so that a query of 16 bits stays what it is: means may be hundreds.
-    unit_of_mean = (unit.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    for part in gl.static_range(PARTS):
-        row = 8 * part + column
-        live = (row < ROWS) & (row // GROUP < num_tokens)
-        at = q_row + (row // GROUP) * q_strides[0] + (row % GROUP) * q_strides[1]
+        largest = largest_channel(at, live, k, DTYPE, HEAD_DIM)
+        unit = MOST_LEVEL / largest
+        # A power of two, so that a query of 16 bits stays what it is: means may be hundreds.
+        unit_of_mean = (unit.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
         words = query_columns(at, live, unit, k, DTYPE, HEAD_DIM)
         queries = queries + (words,)  # type: ignore[assignment]  # noqa: RUF005
         of = g // (16 // SPLIT)
@@ -304,9 +298,11 @@ def weigh_cells_kernel(
         heads = heads + (words,)  # type: ignore[assignment]  # noqa: RUF005
         words = query_squares(at, live, 1.0 / largest, of, k, DTYPE, SPLIT, HEAD_DIM)
         squares = squares + (words,)  # type: ignore[assignment]  # noqa: RUF005
-    factor = qk_scale / (32.0 * unit)
-    factor_of_mean = qk_scale / unit_of_mean
-    deviation = largest * qk_scale * LN2
+        factor = qk_scale / (32.0 * unit)
+        both = (shuffle(factor, left), shuffle(factor, left + 4))
+        factors = factors + (both,)  # type: ignore[assignment]  # noqa: RUF005
+        mean_factors = mean_factors + (qk_scale / unit_of_mean,)  # type: ignore[assignment]  # noqa: RUF005
+        deviations = deviations + (largest * qk_scale * LN2,)  # type: ignore[assignment]  # noqa: RUF005
     for turn in range(turns):
         async_copy.wait_group(STAGES - 2)
         thread_barrier()
@@ -327,8 +323,10 @@ def weigh_cells_kernel(
         at_segment = begin + turn * 2
         for part in gl.static_range(PARTS):
             to_weights, to_tops = weights_ptr + part * 32, tops_ptr + 8 * part
-            mean = product_of_parts(heads[part], read[4], MEANS, SPLIT, k, g) * factor_of_mean
+            mean = product_of_parts(heads[part], read[4], MEANS, SPLIT, k, g)
+            mean *= mean_factors[part]
             variance = product_of_parts(squares[part], read[5], VARIANCES, SPLIT, k, g)
+            deviation = deviations[part]
             gain = (gl.sqrt(1.0 + variance * (deviation * deviation)) - 1.0) * LOG2E
             head = g % (16 // SPLIT)
             segment = at_segment + (k >> 1)
@@ -337,7 +335,7 @@ def weigh_cells_kernel(
             gl.store(to_gain, gain, mask=first)
             state = states0 if part == 0 else states1
             if TWO:
-                products = cell_products(read, queries[part], 0, g, k, factor, W, True)
+                products = cell_products(read, queries[part], 0, g, k, factors[part], W, True)
                 source = (k & 1) * 8 + k
                 base = (shuffle(mean, source), shuffle(mean, source + 4))
                 state = weigh_cells(
@@ -346,7 +344,7 @@ def weigh_cells_kernel(
                 )  # fmt: skip
             else:
                 for r in gl.static_range(2):
-                    products = cell_products(read, queries[part], r, g, k, factor, W, False)
+                    products = cell_products(read, queries[part], r, g, k, factors[part], W, False)
                     base = (shuffle(mean, 8 * k + 2 * r), shuffle(mean, 8 * k + 2 * r + 4))
                     segment = at_segment + r + 0 * k
                     state = weigh_cells(
