@@ -79,7 +79,7 @@ def select_blocks_reference(
     """
     if policy.alignment:
         found = choose_reference(q, k[: positions[-1] + 1], k, positions[0], policy, softmax_scale)
-        return None if found is None else found[0]
+        return None if found is None else found.cells
     if policy.sees_all(positions[0]):
         return None
     listed = candidates_reference(q, k, positions, policy, softmax_scale)
@@ -142,13 +142,12 @@ def attend_by_records_reference(
     visible, tail = causal.unsqueeze(1).repeat(1, k.shape[1], 1), None
     found = choose_reference(q, k[: start + len(q)], v, start, policy, softmax_scale)
     if found is not None:
-        chosen, logits, values = found
         cell = key // policy.sel_block_size
         first, last = policy.candidate_range(start)
-        for head, cells in enumerate(chosen):
+        for head, cells in enumerate(found.cells):
             far = torch.isin(cell, torch.tensor(cells))
             visible[:, head] &= (cell < first) | (cell >= last) | far
-        tail = logits, values
+        tail = found.logits, found.values
     return attend_reference(q, k, v, visible, softmax_scale, sinks, tail)
 
 

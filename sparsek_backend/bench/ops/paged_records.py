@@ -11,17 +11,19 @@ from sparsek_backend.bench.ops.paged_inputs import PagedInputs, Tile
 from sparsek_backend.bench.registry import GateResult
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.page_records import PageRecords
-from sparsek_kernels.paged.index.page_records.reference import choose_reference
+from sparsek_kernels.paged.index.page_records.reference import (
+    Choice,
+    choose_reference,
+    swap_error,
+)
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import CELL, SEGMENT, SelectionPolicy
 from sparsek_kernels.paged.reference import attend_reference
 
-_OTHER_CELLS, _ERROR = 0.02, 0.02
-"""Most cells that are not the oracle's, and most error of the output, of its largest value."""
-
-Choice = tuple[list[list[int]], torch.Tensor, torch.Tensor]
-"""Cells, and logits and values of tails; :func:`choose_reference` has more."""
+_SCORES, _OTHER_CELLS, _ERROR = 0.1, 0.1, 0.02
+"""Most error of scores: weights of 8 bits have 3 behind the leading one.  Most cells that are not
+the oracle's, and most error of the output, of its largest value."""
 
 Oracle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Choice | None]
 """Queries, keys and values of a request and KV head on the host, and what the oracle chooses."""
@@ -36,14 +38,19 @@ def oracle_of(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy) -> Oracl
     return q, k, v, choose_reference(q, k, v, len(k) - count, policy, inputs.softmax_scale)
 
 
-def wrong_cells(chosen: torch.Tensor, oracle: Oracle) -> str:
-    """Why chosen cells ([cells]) are not nearly the oracle's, or an empty string."""
+def wrong_cells(chosen: torch.Tensor, oracle: Oracle, first: int) -> str:
+    """Why chosen cells ([cells]) are not nearly the oracle's, or an empty string.
+
+    first: the first cell that competes.
+    """
     found = oracle[3]
-    wanted = [] if found is None else found[0][0]
+    wanted = [] if found is None else found.cells[0]
     mine = set(chosen[chosen >= 0].tolist())
     others = len(mine.symmetric_difference(wanted)) // 2
     if len(mine) != len(wanted) or others > max(_OTHER_CELLS * len(wanted), 1):
         return f"{others} of {len(mine)} cells are not the {len(wanted)} of the oracle"
+    if found is not None and (error := swap_error(found, 0, first, mine)) > _SCORES:
+        return f"cells are chosen as by scores that are wrong by {error:.1%}"
     return ""
 
 
@@ -74,7 +81,7 @@ def gate_records(
         rows = slice(tile.rows.stop - len(q), tile.rows.stop)
         heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
         cells, tail = chosen.indices[tile.request, tile.head].cpu().long(), None
-        wrong = wrong_cells(cells, oracle)
+        wrong = wrong_cells(cells, oracle, policy.candidate_range(start)[0])
         if found is not None and chosen.tail is not None and not wrong:
             first, last = policy.candidate_range(start)
             far = (key // CELL >= first) & (key // CELL < last)
@@ -82,7 +89,7 @@ def gate_records(
             visible = visible & (~far | taken)
             segments = slice(first * CELL // SEGMENT, last * CELL // SEGMENT)
             logits = chosen.tail.logits[rows, heads, segments].cpu().double()
-            tail = logits * math.log(2.0), found[2]
+            tail = logits * math.log(2.0), found.values
         exact = attend_reference(q, k, v, visible, scale, tail=tail)
         difference = (out[rows, heads].cpu().double() - exact).abs().max()
         error = float(difference / exact.abs().max())

@@ -93,22 +93,23 @@ def token_cells(
     Args:
         q: ``[n, G, D]`` float64.
         k: ``[N, D]``, up to the last token's own.
-        fields: of the segments ``[front, local)``.
-        front, local: segments.
+        fields: of the segments from ``front`` on, up to the first token's own at least.
+        front, local: segments; those between compete.
 
     Returns:
         Cells from ``front`` on, ascending; logits ``[n, G, local - front]``; whether scores that
         are wrong by the margin choose the same.
     """
-    logits = scale * torch.einsum("tgd,nvd->tgnv", q, fields.vectors)
+    own, far = (len(k) - len(q)) // 64, local - front
+    logits = scale * torch.einsum("tgd,nvd->tgnv", q, fields.vectors[: own - front])
     lower, upper = (q**2).chunk(2, -1)
-    squares = (lower + upper) @ fields.variances.mT
+    squares = (lower + upper) @ fields.variances[:far].mT
     gain = (1 + scale**2 * squares).sqrt() - 1
     every = torch.cat([scale * q @ k.mT, logits.flatten(2) + math.log(2)], -1)
-    every[..., 64 * front : 64 * local] = -math.inf
+    every[..., 64 * front : 64 * own] = -math.inf
     for token in range(len(q)):
         every[token, :, len(k) - len(q) + token + 1 : len(k)] = -math.inf
-    total = every.logsumexp(-1)
+    total, logits = every.logsumexp(-1), logits[..., :far, :]
     scores = (logits + gain.unsqueeze(-1) + math.log(2) - total[..., None, None]).exp().sum((0, 1))
     scores = scores.nan_to_num(0.0, math.inf).flatten()
     steps = key_steps(scores, top_k / q.shape[:2].numel())
@@ -157,7 +158,7 @@ def attend(
     own = len(k) - len(q) + torch.arange(len(q))
     exact = exact.masked_fill((seen > own[:, None])[:, None], -math.inf)
     logits = torch.cat([exact, rest], -1)
-    values = torch.cat([v[seen], fields.value])
+    values = torch.cat([v[seen], fields.value[: local - front]])
     if sinks is not None:
         logits = torch.cat([logits, sinks[None, :, None].expand(len(q), -1, 1)], -1)
         values = torch.cat([values, torch.zeros_like(values[:1])])

@@ -149,7 +149,7 @@ class Problem:
                     q[rows, head],
                     self.keys[request][:, head],
                     self.values[request][:, head],
-                    fields.of(slice(first, last), head),
+                    fields.of(slice(first, None), head),
                     first,
                     last,
                     rule.scored_blocks,
@@ -274,7 +274,7 @@ def test_ties_go_to_the_lower_cells() -> None:
     cells, _, sure = oracle.token_cells(
         problem.q[:1].double().unflatten(1, (2, 4))[:, 0],
         problem.keys[0][:, 0],
-        problem.fields(0).of(slice(1, 11), 0),
+        problem.fields(0).of(slice(1, None), 0),
         1,
         11,
         rule.scored_blocks,
@@ -322,7 +322,7 @@ def test_what_is_chosen_whole_leaves_no_tail() -> None:
     cells, rest, _ = oracle.token_cells(
         problem.q[:1].double(),
         problem.keys[0][:, 0],
-        problem.fields(0).of(slice(1, 13), 0),
+        problem.fields(0).of(slice(1, None), 0),
         1,
         13,
         rule.scored_blocks,

@@ -14,7 +14,7 @@ from sparsek_kernels.paged.config import (
     next_power_of_2,
 )
 
-TAIL_SEGMENTS = 32
+TAIL_SEGMENTS = 64
 """Segments of a tail per iteration."""
 SEGMENTS_PER_PIECE = 128
 """Segments of a tail that are as much work as an iteration over keys."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
+from sparsek_kernels.paged.attend.kernels.pieces import add_weights, attend_pieces
 from sparsek_kernels.paged.kernels.record import SEGMENT, load_value_means
 
 
@@ -72,12 +72,6 @@ def cell_keys(
 
 
 @triton.jit
-def tail_page(table_ptr, segments, some, last_segment, RECORDS: tl.constexpr):
-    """Pages that hold the records of ``segments``, before ``last_segment``."""
-    return tl.load(table_ptr + segments // RECORDS, mask=some & (segments < last_segment), other=0)
-
-
-@triton.jit
 def attend_cells(
     acc,
     row_max,
@@ -94,98 +88,108 @@ def attend_cells(
     stride_kt,
     stride_vp,
     stride_vt,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SELECTED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SHARDED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Running softmax over pieces of ``BLOCK_N`` of the ``SELECTED`` keys in chosen cells.
+
+    All of them are before the window, so that positions are not compared.  Cells and their pages
+    are looked up one iteration ahead, so that no load of K and V waits for another load.
+    """
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    PARTIAL: tl.constexpr = SELECTED % BLOCK_N != 0
+    last = piece_end - 1
+    some = piece_begin < piece_end
+    keys = cell_keys(piece_begin, selected_ptr, some, SEL_BLOCK, SELECTED, BLOCK_N)
+    page = tl.load(table_ptr + keys // PAGE_SIZE, mask=some, other=0)
+    for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
+        next_piece = tl.minimum(piece + 1, last)
+        next_keys = cell_keys(next_piece, selected_ptr, True, SEL_BLOCK, SELECTED, BLOCK_N)
+        next_page = tl.load(table_ptr + next_keys // PAGE_SIZE)
+        far, rows = page.to(tl.int64), keys % PAGE_SIZE  # [BLOCK_N]
+        k_rows = k_ptr + (far * stride_kp + rows * stride_kt)[:, None] + offs_d[None, :]
+        v_rows = v_ptr + (far * stride_vp + rows * stride_vt)[:, None] + offs_d[None, :]
+        if PARTIAL or SHARDED or HEAD_DIM != BLOCK_D:
+            here = piece * BLOCK_N + tl.arange(0, BLOCK_N) < SELECTED  # [BLOCK_N]
+            if SHARDED:
+                here = here & (page >= 0)
+            mask = here[:, None] & mask_d[None, :]
+            k = tl.load(k_rows, mask=mask, other=0.0)
+            v = tl.load(v_rows, mask=mask, other=0.0)
+        else:
+            k = tl.load(k_rows)  # [BLOCK_N, BLOCK_D]
+            v = tl.load(v_rows)  # [BLOCK_N, BLOCK_D]
+        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if PARTIAL or SHARDED:
+            logits = tl.where(here[None, :], logits, float("-inf"))
+        acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, qk_scale)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        keys, page = next_keys, next_page
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_tail(
+    acc,
+    row_max,
+    row_sum,
     tail_rows,
     mask_m,
     records_ptr,
-    tail_begin,
-    tail_end,
+    table_ptr,
+    piece_begin,
+    piece_end,
     first_segment,
     last_segment,
     stride_rp,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SELECTED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     RECORD: tl.constexpr,
+    DTYPE: tl.constexpr,
     SHARDED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
 ):
-    """Running softmax over chosen cells, and over what stands in for the others of their segments.
+    """Running softmax over what stands in for cells that are not chosen: one more key a segment.
 
-    An iteration takes a piece of each: ``BLOCK_N`` of the ``SELECTED`` keys, and one more key for
-    each of ``BLOCK_P`` segments, so that the latency of either hides behind the other.  Piece ``p``
-    of the tail is the segments from ``first_segment + p * BLOCK_P`` on, before ``last_segment``;
-    ``tail_rows`` ``[BLOCK_M]`` points at the logits of each row.  ``RECORD`` 0: there is no tail.
-
-    All cells are before the window, so that positions are not compared.  Cells and pages are
-    looked up one iteration ahead, so that no load of K and V waits for another load.
+    Piece ``p`` is the ``BLOCK_P`` segments from ``first_segment + p * BLOCK_P`` on, before
+    ``last_segment``.  ``tail_rows`` ``[BLOCK_M]`` points at the logits of each row.
     """
-    HAS_TAIL: tl.constexpr = RECORD > 0
     RECORDS: tl.constexpr = PAGE_SIZE // SEGMENT
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
-    last = piece_end - 1
-    some = piece_begin < piece_end
-    keys = cell_keys(piece_begin, selected_ptr, some, SEL_BLOCK, SELECTED, BLOCK_N)
-    page = tl.load(table_ptr + keys // PAGE_SIZE, mask=some, other=0)
-    count = piece_end - piece_begin
-    if HAS_TAIL:
-        count = tl.maximum(count, tail_end - tail_begin)
-        end_segment = tl.minimum(first_segment + tail_end * BLOCK_P, last_segment)
-        segments = first_segment + tail_begin * BLOCK_P + tl.arange(0, BLOCK_P)
-        of_tail = tail_page(table_ptr, segments, count > 0, end_segment, RECORDS)
-    for piece in tl.range(piece_begin, piece_begin + count, num_stages=NUM_STAGES):
-        next_piece = tl.maximum(tl.minimum(piece + 1, last), 0)
-        next_keys = cell_keys(next_piece, selected_ptr, some, SEL_BLOCK, SELECTED, BLOCK_N)
-        next_page = tl.load(table_ptr + next_keys // PAGE_SIZE, mask=some, other=0)
-        far, rows = page.to(tl.int64), keys % PAGE_SIZE  # [BLOCK_N]
-        here = (piece < piece_end) & (piece * BLOCK_N + tl.arange(0, BLOCK_N) < SELECTED)
+    offs_p = tl.arange(0, BLOCK_P)
+    segments = first_segment + piece_begin * BLOCK_P + offs_p
+    some = (piece_begin < piece_end) & (segments < last_segment)
+    page = tl.load(table_ptr + segments // RECORDS, mask=some, other=0)
+    for _ in tl.range(piece_begin, piece_end, num_stages=2):
+        next_segments = segments + BLOCK_P
+        next_page = tl.load(
+            table_ptr + next_segments // RECORDS, mask=next_segments < last_segment, other=0
+        )
+        here = segments < last_segment
         if SHARDED:
             here = here & (page >= 0)
-        mask = here[:, None] & mask_d[None, :]
-        k_rows = k_ptr + (far * stride_kp + rows * stride_kt)[:, None] + offs_d[None, :]
-        v_rows = v_ptr + (far * stride_vp + rows * stride_vt)[:, None] + offs_d[None, :]
-        k = tl.load(k_rows, mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-        v = tl.load(v_rows, mask=mask, other=0.0)
-        if HAS_TAIL:
-            next_segments = segments + BLOCK_P
-            next_of_tail = tail_page(table_ptr, next_segments, True, end_segment, RECORDS)
-            left = segments < end_segment
-            if SHARDED:
-                left = left & (of_tail >= 0)
-            tail = tl.load(
-                tail_rows[:, None] + segments[None, :],
-                mask=mask_m[:, None] & left[None, :],
-                other=float("-inf"),
-            )  # [BLOCK_M, BLOCK_P]
-            records = records_ptr + of_tail.to(tl.int64) * stride_rp + segments % RECORDS * RECORD
-            level, scale = load_value_means(records, left, HEAD_DIM, BLOCK_D)  # [BLOCK_P, BLOCK_D]
-        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        logits = tl.where(here[None, :], logits, float("-inf"))
-        top = row_max
-        if HAS_TAIL:
-            top = tl.maximum(top, tl.max(tail, axis=1))
-        top = tl.maximum(top, tl.max(logits, axis=1) * qk_scale)
-        shrink = tl.exp2(row_max - top)
-        weights = tl.exp2(logits * qk_scale - top[:, None])
-        row_sum = row_sum * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        row_max = top
-        if HAS_TAIL:
-            weights = tl.exp2(tail - top[:, None])
-            row_sum += tl.sum(weights, axis=1)
-            if q.dtype == tl.bfloat16:  # 128 + level by its bits; its weight has the scale
-                means = (level | 0x4300).to(tl.bfloat16, bitcast=True)
-                weights = (weights * scale[None, :]).to(q.dtype)
-                acc -= (tl.sum(weights.to(tl.float32), axis=1) * 135.5)[:, None]
-                acc = tl.dot(weights, means, acc)
-            else:
-                means = ((level.to(tl.float32) - 7.5) * scale[:, None]).to(q.dtype)
-                acc = tl.dot(weights.to(q.dtype), means, acc, input_precision="ieee")
-            segments, of_tail = next_segments, next_of_tail
-        keys, page = next_keys, next_page
+        logits = tl.load(
+            tail_rows[:, None] + segments[None, :],
+            mask=mask_m[:, None] & here[None, :],
+            other=float("-inf"),
+        )  # [BLOCK_M, BLOCK_P]
+        records = records_ptr + page.to(tl.int64) * stride_rp + segments % RECORDS * RECORD
+        level, scale = load_value_means(records, here, HEAD_DIM, BLOCK_D)  # [BLOCK_P, BLOCK_D]
+        acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, 1.0)
+        if DTYPE == tl.bfloat16:  # noqa: SIM300 (128 + level by its bits; its weight has the scale)
+            v = (level | 0x4300).to(tl.bfloat16, bitcast=True)
+            weights = (weights * scale[None, :]).to(DTYPE)
+            acc -= (tl.sum(weights.to(tl.float32), axis=1) * 135.5)[:, None]
+            acc = tl.dot(weights, v, acc)
+        else:
+            v = ((level.to(tl.float32) - 7.5) * scale[:, None]).to(DTYPE)
+            acc = tl.dot(weights.to(DTYPE), v, acc, input_precision="ieee")
+        segments, page = next_segments, next_page
     return acc, row_max, row_sum

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
-from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced
+from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced, attend_tail
 from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
 from sparsek_kernels.paged.kernels.record import SEGMENT
 from sparsek_kernels.paged.kernels.tiles import (
@@ -115,7 +115,7 @@ def attend_kernel(
     # Decodes take the selected blocks last: sinks and window are read while the kernel that
     # selects, launched before this one, is still at work.  So do lists of small blocks.
     SMALL: tl.constexpr = SEL_BLOCK < BLOCK_N
-    CELLS: tl.constexpr = HAS_SELECTION and (ALIGN > 1 or HAS_TAIL)
+    CELLS: tl.constexpr = HAS_SELECTION and ALIGN > 1
     SELECTED_LAST: tl.constexpr = HAS_SELECTION and (CELLS or SMALL or not FROM_TABLE)
     if OVERLAP and not SELECTED_LAST:
         tl.extra.cuda.gdc_wait()
@@ -137,7 +137,6 @@ def attend_kernel(
     )  # fmt: skip
     selection = tile if FROM_TABLE or BY_REQUEST else token_of_zero + low
     selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
-    tail_begin, tail_end, first_segment, last_segment = 0, 0, 0, 0
     if HAS_TAIL:  # of the segments between sinks and window
         first_segment = num_front * SEL_BLOCK // SEGMENT
         last_segment = tl.where(full, first_segment, first_local * SEL_BLOCK // SEGMENT)
@@ -250,15 +249,12 @@ def attend_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if CELLS:
-        tail_row = token if BY_REQUEST else selection.to(tl.int64)
         acc, row_max, row_sum = attend_cells(
             acc, row_max, row_sum, q, k_head, v_head, table, selected,
             middle - num_forced, piece_end - num_forced, qk_scale, stride_kp, stride_kt,
             stride_kp if JOINED else stride_vp, stride_kt if JOINED else stride_vt,
-            tail_ptr + tail_row * stride_lt + head * stride_lh, mask_m,
-            records_ptr + kv_head * stride_rh, tail_begin, tail_end, first_segment, last_segment,
-            stride_rp, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_P, SEL_BLOCK, SCORED_BLOCKS * SEL_BLOCK,
-            PAGE_SIZE, RECORD, SHARDED, NUM_STAGES,
+            HEAD_DIM, BLOCK_D, BLOCK_N, SEL_BLOCK, SCORED_BLOCKS * SEL_BLOCK, PAGE_SIZE, SHARDED,
+            NUM_STAGES,
         )  # fmt: skip
     else:
         acc, row_max, row_sum = attend_pieces(
@@ -297,6 +293,15 @@ def attend_kernel(
             SHARDED,
             NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
         )
+    if HAS_TAIL:
+        tail_row = token if BY_REQUEST else selection.to(tl.int64)
+        tail_rows = tail_ptr + tail_row * stride_lt + head * stride_lh
+        acc, row_max, row_sum = attend_tail(
+            acc, row_max, row_sum, tail_rows, mask_m, records_ptr + kv_head * stride_rh, table,
+            tail_begin, tail_end, first_segment, last_segment, stride_rp,
+            HEAD_DIM, BLOCK_D, BLOCK_P, PAGE_SIZE, RECORD, q_ptr.dtype.element_ty, SHARDED,
+        )  # fmt: skip
+
     mask_out = mask_m[:, None] & mask_d[None, :]
     if SPLITS > 1:
         place = ((tile * NUM_KV_HEADS + kv_head) * CHUNKS + pid % CHUNKS).to(tl.int64)

@@ -228,30 +228,30 @@ ALWAYS_INLINE void score_records(const Decode *a, const Token *token, int64_t un
     }
 }
 
-/* Of a row, once all segments [first, last) have shares: their factors in scores, and their
- * weights. */
+/* Of a row, once all segments [first, own) have shares: the factors of those before `last` in
+ * scores, and their weights. */
 static void normalise(const Decode *a, const Choice *c, int64_t unit, int64_t g, int64_t first,
-                      int64_t last) {
+                      int64_t last, int64_t own) {
     float *best = c->best + g * c->segments, *gains = c->gains + g * c->segments;
     const float *sums = c->sums + g * c->segments;
     float top = -INFINITY, total = 0.0f;
 #pragma omp simd reduction(max : top)
-    for (int64_t n = first; n < last; n++) top = best[n] > top ? best[n] : top;
+    for (int64_t n = first; n < own; n++) top = best[n] > top ? best[n] : top;
     c->tops[g] = top;
     float all = top;
     for (int64_t s = 0; s < a->splits; s++) {
-        const float *state = part_of(a, unit, s, g) + PART(a->dim) - 2;
+        const float *state = part_of(a, unit, s, g) + PART(a->dim) - 4;
         all = state[0] > all ? state[0] : all;
     }
     for (int64_t s = 0; s < a->splits; s++) {
-        const float *state = part_of(a, unit, s, g) + PART(a->dim) - 2;
+        const float *state = part_of(a, unit, s, g) + PART(a->dim) - 4;
         total += state[1] > 0.0f ? state[1] * expf(state[0] - all) : state[1];
     }
     for (int64_t n = first; n < last; n++) gains[n] += best[n];
-    exp_in_place(best + first, last - first, top);
+    exp_in_place(best + first, own - first, top);
     float far = 0.0f;
 #pragma omp simd reduction(+ : far)
-    for (int64_t n = first; n < last; n++) {
+    for (int64_t n = first; n < own; n++) {
         best[n] *= 2.0f; /* keys of a vector */
         far += best[n] * sums[n];
     }
@@ -301,9 +301,9 @@ static int64_t reach_of(const int16_t *keys, int64_t first, int64_t last, int16_
 static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
     const Choice c = choice_of(a, unit);
     const int64_t first = token->front / VECTORS, last = token->local / VECTORS;
-    const int64_t rows = rows_of(a, unit);
+    const int64_t own = token->position / SEGMENT, rows = rows_of(a, unit);
     int32_t *chosen = a->chosen + slot_of(a, unit) * a->max_picks, found = 0;
-    for (int64_t g = 0; g < rows; g++) normalise(a, &c, unit, g, first, last);
+    for (int64_t g = 0; g < rows; g++) normalise(a, &c, unit, g, first, last, own);
     find_keys(&c, rows, token->picks, first, last);
     int16_t threshold = 0;
     for (int bit = KEY_BITS - 1; bit >= 0; bit--) {

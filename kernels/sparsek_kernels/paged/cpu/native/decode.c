@@ -15,6 +15,16 @@ ALWAYS_INLINE int64_t num_near(const Token *token) {
     return token->front + max64(token->position / block_tokens(token) + 1 - token->local, 0);
 }
 
+/* The first block of the first token's own segment, or of the window where nothing is chosen. */
+ALWAYS_INLINE int64_t first_own(const Token *token) {
+    return token->picks ? token->position / SEGMENT * VECTORS : token->local;
+}
+
+/* Blocks of sinks and own segment: the first ones of the near list. */
+ALWAYS_INLINE int64_t num_exact(const Token *token) {
+    return num_near(token) - (first_own(token) - token->local);
+}
+
 /* Where a piece is in a list of blocks, of the chosen ones or of sinks and window: an entry, and
  * keys of it that are done.  After them it has the keys of the unit's tokens from `later` on. */
 typedef struct {
@@ -24,7 +34,10 @@ typedef struct {
 
 ALWAYS_INLINE int64_t block_at(const Token *token, const Cursor *at) {
     if (at->chosen) return at->chosen[at->entry];
-    return at->entry < token->front ? at->entry : token->local + at->entry - token->front;
+    if (at->entry < token->front) return at->entry;
+    const int64_t exact = num_exact(token);
+    return at->entry < exact ? first_own(token) + at->entry - token->front
+                             : token->local + at->entry - exact;
 }
 
 /* Rows of keys that are attended together; behind them the last one again.  The unit's rows from
@@ -217,7 +230,7 @@ static void combine(const Decode *a, int64_t unit) {
             if (part[width - 1] == 0.0f) continue;
             const float weight = expf(part[width - 2] - top);
             total += weight * part[width - 1];
-            for (int64_t d = 0; d < width - 2; d++) sums[d] += weight * part[d];
+            for (int64_t d = 0; d < width - 4; d++) sums[d] += weight * part[d];
         }
         for (int64_t d = 0; d < dim; d += CHUNK) {
             Chunk found;
@@ -245,10 +258,18 @@ ALWAYS_INLINE int is_last(const Decode *a, int64_t unit) {
     return !__atomic_sub_fetch(&a->units[slot_of(a, unit)].waiting, 1, __ATOMIC_ACQ_REL);
 }
 
-/* Scores of a piece of what lies between sinks and window. */
+/* Keeps a piece's maxima and totals so far. */
+ALWAYS_INLINE void keep_states(float *part, int64_t rows, int dim) {
+    for (int64_t g = 0; g < rows; g++) {
+        float *state = part + (g + 1) * PART(dim) - 4;
+        memcpy(state, state + 2, 2 * sizeof *state);
+    }
+}
+
+/* Scores of a piece of what lies between sinks and the first token's own segment. */
 ALWAYS_INLINE void score_piece(const Decode *a, const Token *token, int64_t unit, int64_t split,
                                int dim) {
-    const int64_t first = token->front / VECTORS, count = token->local / VECTORS - first;
+    const int64_t first = token->front / VECTORS, count = token->position / SEGMENT - first;
     score_records(a, token, unit, first + start_of(a, split, count),
                   first + start_of(a, split + 1, count), dim);
 }
@@ -277,8 +298,14 @@ ALWAYS_INLINE void do_piece(const Decode *a, int pass, int64_t piece, int dim) {
     const int32_t *chosen = pass ? a->chosen + slot_of(a, unit) * a->max_picks : NULL;
     const int64_t count = pass ? a->units[slot_of(a, unit)].chosen : num_near(token);
     const int64_t later = pass || split < a->splits - 1 ? token->count : 1;
-    const Cursor at = {chosen, start_of(a, split, count), start_of(a, split + 1, count), 0, later};
-    attend_blocks(a, token, unit, at, part, dim);
+    const int64_t from = start_of(a, split, count), to = start_of(a, split + 1, count);
+    const int64_t exact = pass ? to : min64(max64(num_exact(token), from), to);
+    for (int rest = 0; rest < 2; rest++) {
+        const Cursor at = rest ? (Cursor){chosen, exact, to, 0, token->count}
+                               : (Cursor){chosen, from, exact, 0, later};
+        attend_blocks(a, token, unit, at, part, dim);
+        if (!rest && !pass) keep_states(part, rows_of(a, unit), dim);
+    }
     if (token->picks && !pass) score_piece(a, token, unit, split, dim);
     if (pass) tail_piece(a, token, unit, split, part, dim);
     if (!is_last(a, unit)) return;

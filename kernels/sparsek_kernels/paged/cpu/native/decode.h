@@ -45,7 +45,8 @@ typedef struct {
     float *scores;      /* [slots, scores_size]: what a choice is made from */
     int32_t *chosen;    /* [slots, max_picks] blocks, ascending */
     Unit *units;        /* [slots] */
-    float *parts;       /* [slots, splits, rows, PART]: sums, by chunks; maximum, total */
+    float *parts;       /* [slots, splits, rows, PART]: sums, by chunks; maximum, total of the
+                         * keys that are near by themselves; maximum, total */
 } Decode;
 
 /* The tokens of a unit. */
@@ -65,7 +66,7 @@ ALWAYS_INLINE int64_t slot_of(const Decode *a, int64_t unit) {
 }
 
 /* Floats of a part: whole chunks of any processor, and two. */
-#define PART(dim) (((dim) + 31) / 32 * 32 + 2)
+#define PART(dim) (((dim) + 31) / 32 * 32 + 4)
 
 ALWAYS_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -16,7 +16,7 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.record import VECTORS
 
 _MOST_DIM, _MOST_ROWS = 256, 64
@@ -143,7 +143,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         slots * scores,
         slots * sized.picks,
         slots * _UNIT,
-        slots * splits * rows * (ceil_div(dim, 32) * 32 + 2),
+        slots * splits * rows * (ceil_div(dim, 32) * 32 + 4),
     )
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
     starts = accumulate((4 * size for size in sizes[:-1]), initial=scratch.data_ptr())
@@ -199,7 +199,8 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     picking = plan[plan[:, 5] > 0]
     if not picking.numel():
         return _SizedPlan(plan, together=together)
-    return _SizedPlan(plan, int(picking[:, 6].max()), int(picking[:, 5].max()), together)
+    scored = int(picking[:, 3].max()) // SEGMENT * VECTORS  # up to the first token's own segment
+    return _SizedPlan(plan, scored, int(picking[:, 5].max()), together)
 
 
 def _choice_size(rows: int, cells: int, dim: int) -> int:

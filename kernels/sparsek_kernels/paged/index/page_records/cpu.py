@@ -62,7 +62,8 @@ def _choose(
     q = q.transpose(0, 1).flatten(1, 2)  # [Hkv, n * G, D]
     ranks = operands.ranks
     begin, end = (block // VECTORS for block in policy.candidate_range(position))
-    which = torch.arange(begin, end)
+    own = position // SEGMENT  # the first token's segment: those before it have records
+    which = torch.arange(begin, own)
     which = which[pages[which * SEGMENT // page_size] >= 0]  # not on another rank
     page, place = pages[which * SEGMENT // page_size], which % (page_size // SEGMENT)
     records = view_records(operands.summary, page_size, dim)
@@ -73,7 +74,7 @@ def _choose(
     variance = torch.matmul(squares, read_variances(records, dim).mT)
     gain = (1.0 + variance).sqrt() - 1.0
     key = torch.arange(position + count)
-    near = (key < begin * SEGMENT) | (key >= end * SEGMENT)
+    near = (key < begin * SEGMENT) | (key >= own * SEGMENT)
     near &= pages[key // page_size] >= 0
     keys = read_sequence(operands.k_cache, pages.clamp(min=0), position + count)[:, near].float()
     exact = torch.matmul(q, keys.mT).unflatten(1, (count, group))
@@ -83,6 +84,8 @@ def _choose(
     total = torch.cat([exact, both.flatten(2)], -1).logsumexp(-1)
     if ranks is not None:
         total = ranks.gather(total).logsumexp(0)
+    far = which < end
+    which, both, gain = which[far], both[..., far, :], gain[..., far]
     scores = (both + (gain - total[..., None])[..., None]).exp().sum(1)
     found = torch.zeros(operands.heads, end - begin, VECTORS, dtype=torch.int8)
     found[:, which - begin] = cell_keys(scores, policy, q.shape[1]).to(torch.int8)

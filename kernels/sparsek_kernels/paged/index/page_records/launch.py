@@ -84,8 +84,7 @@ def _fits(call: Selection, width: int) -> bool:
         and device_arch(q.device) >= 80
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
-        and call.group <= 8
-        and call.batch.decode_query_len == 1
+        and call.batch.decode_query_len * call.group <= 16
         and ceil_div(width, 64) <= 2 * multiprocessors(q.device)
     )
 

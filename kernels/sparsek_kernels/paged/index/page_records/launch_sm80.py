@@ -55,7 +55,7 @@ def _choose_some(
     longest = next_power_of_2(max(width, in_table))
     places = (1 << 30) if fixed_order else jobs * width
     segments = weigh_segments(places, multiprocessors(device))
-    near = (call.policy.sink_blocks + call.policy.reach_blocks) // call.policy.segment_blocks
+    near = call.policy.sink_blocks // call.policy.segment_blocks
     near += 2 if shape.QUERY_LEN > 1 else 1
     sums = near + ceil_div(width, segments)
     size = 64 if fixed_order else cut_segments(jobs, width, columns, multiprocessors(device))

@@ -16,15 +16,17 @@ from sparsek_kernels.paged.kernels.record import SEGMENT, VECTORS
 def request_range(request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE: tl.constexpr):
     """A request's first token, how many it has, and the end of the segments that compete for them.
 
-    The end is 0 where there are no tokens, and where they see everything.
+    The end is 0 where there are no tokens, and where they see everything.  The last number is the
+    first token's own segment.
     """
     seq_len = tl.load(seq_lens_ptr + request)
     first_token = tl.load(cu_seqlens_ptr + request)
     num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
     position = seq_len - num_tokens
-    last = tl.maximum(position // SEGMENT - RULE.REACH_BLOCKS // VECTORS, 0)
+    own = position // SEGMENT
+    last = tl.maximum(own - RULE.REACH_BLOCKS // VECTORS, 0)
     full = sees_all(position, dense_below, RULE)
-    return first_token, num_tokens, tl.where(full | (num_tokens <= 0), 0, last)
+    return first_token, num_tokens, tl.where(full | (num_tokens <= 0), 0, last), own
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def total_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1)
     request, token = tile // SHAPE.QUERY_LEN, tile % SHAPE.QUERY_LEN
-    _first_token, num_tokens, last = request_range(
+    _first_token, num_tokens, last, own = request_range(
         first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
     )
     if (token >= num_tokens) | (last <= SINK_SEGMENTS):
@@ -68,7 +70,7 @@ def total_kernel(
     line = tile.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     offs_u = tl.arange(0, UNITS)
     first_unit: tl.constexpr = SINK_SEGMENTS // UNIT
-    units = tl.cdiv(last, UNIT)
+    units = tl.cdiv(own, UNIT)
     unit = unit_ptr + line * (width // UNIT) + offs_u
     near = tl.load(total_ptr + line)
     top = near
@@ -116,7 +118,7 @@ def rank_cells_kernel(
     first = tl.program_id(0) * CHUNK
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
-    _first_token, num_tokens, last = request_range(
+    _first_token, num_tokens, last, _own = request_range(
         first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
     )
     if first >= last:
@@ -184,7 +186,7 @@ def list_cells_kernel(
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = first_request + request
-    _first_token, num_tokens, last = request_range(
+    _first_token, num_tokens, last, _own = request_range(
         row, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
     )
     if num_tokens <= 0:
@@ -259,7 +261,7 @@ def tail_kernel(
     first = tl.program_id(0) * CHUNK
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
-    first_token, num_tokens, last = request_range(
+    first_token, num_tokens, last, _own = request_range(
         first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
     )
     if first >= last:

@@ -160,7 +160,7 @@ def cut_cells_kernel(
     COUNT: gl.constexpr = RULE.SCORED_BLOCKS
     SINKS: gl.constexpr = RULE.SINK_BLOCKS // 32
     REACH: gl.constexpr = RULE.REACH_BLOCKS // 32
-    NEAR: gl.constexpr = SINKS + REACH + (2 if QUERY_LEN > 1 else 1)
+    NEAR: gl.constexpr = SINKS + (2 if QUERY_LEN > 1 else 1)
     COLUMNS: gl.constexpr = SHAPE.COLUMNS
     SEGMENTS: gl.constexpr = 16 * TURNS
     WIDE: gl.constexpr = min(COLUMNS, 8)
@@ -225,7 +225,7 @@ def cut_cells_kernel(
     PARTS: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
     m = gl.arange(0, SUMS, layout=gl.SliceLayout(1, PARTS))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PARTS))
-    parts_there = m < NEAR + gl.cdiv(last - SINKS, segments)
+    parts_there = m < NEAR + gl.cdiv(position // 64 - SINKS, segments)
     states = state_ptr + job.to(gl.int64) * sums * (2 * COLUMNS)
     at_state = states + m[:, None] * (2 * COLUMNS) + 2 * c[None, :]
     highest = gl.load(at_state, mask=parts_there[:, None], other=-1.0e30)

@@ -179,7 +179,8 @@ def score_records_kernel(
     start = seq_len - num_tokens
     if sees_all(start, dense_below, RULE):
         return
-    last = tl.maximum(start // SEGMENT - REACH_SEGMENTS, 0)  # first segment of the window
+    own = start // SEGMENT  # the first token's segment: those before it have records
+    last = tl.maximum(own - REACH_SEGMENTS, 0)  # first segment of the window
     shares = tl.num_programs(0) - QUERY_LEN
     share = tl.program_id(0)
     offs_m = tl.arange(0, BLOCK_M)
@@ -203,8 +204,8 @@ def score_records_kernel(
                 kv_head * GROUP + offs_n,
                 offs_n < GROUP,
                 qk_scale,
-                tl.minimum(SINK_SEGMENTS, last) * SEGMENT,
-                last * SEGMENT,
+                tl.minimum(SINK_SEGMENTS, own) * SEGMENT,
+                own * SEGMENT,
                 stride_qh,
                 k_strides,
                 HEAD_DIM,
@@ -250,9 +251,9 @@ def score_records_kernel(
     offs_u = tl.arange(0, UNIT)
     offs_v = tl.arange(0, VECTORS)
     first_unit = SINK_SEGMENTS // UNIT
-    for unit in tl.range(first_unit + share, tl.cdiv(last, UNIT), shares, num_stages=1):
+    for unit in tl.range(first_unit + share, tl.cdiv(own, UNIT), shares, num_stages=1):
         segment = unit * UNIT + offs_u
-        there = segment < last
+        there = segment < own
         page = tl.load(table + segment * SEGMENT // PAGE_SIZE, mask=there, other=-1)
         here = page >= 0
         there = there & here
@@ -306,8 +307,8 @@ def score_records_kernel(
         sizes = scale_of(sizes) * size_of(2 * exponent)[:, None]  # [UNIT, VECTORS]
         rest = tl.reshape(sums, [UNIT, VECTORS, BLOCK_M]) * sizes[:, :, None]
         rest = rest * factor[None, None, :]
-        competes = there & (segment >= SINK_SEGMENTS)  # [UNIT]
-        logits = tl.where(competes[:, None, None], base[:, None, :] + rest, float("-inf"))
+        summed = there & (segment >= SINK_SEGMENTS)  # [UNIT]
+        logits = tl.where(summed[:, None, None], base[:, None, :] + rest, float("-inf"))
         highest = tl.max(tl.max(logits, axis=1), axis=0)  # [BLOCK_M]
         reference = tl.where(highest > float("-inf"), highest, 0.0)
         total = tl.sum(tl.sum(tl.exp2(logits - reference[None, None, :]), axis=1), axis=0)

@@ -139,8 +139,8 @@ def near_sums(
     """
     stride_kp, _stride_kh, stride_kt = k_strides
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     bk = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, B))[:, None]
     bn = gl.arange(0, N, layout=gl.SliceLayout(0, B))[None, :]
     at = q_row + (bn // GROUP) * stride_qt + (bn % GROUP) * stride_qh + bk
@@ -211,7 +211,7 @@ def weigh_cells_kernel(
     COUNT: gl.constexpr = RULE.SCORED_BLOCKS
     SINKS: gl.constexpr = RULE.SINK_BLOCKS // 32
     REACH: gl.constexpr = RULE.REACH_BLOCKS // 32
-    NEAR: gl.constexpr = SINKS + REACH + (2 if QUERY_LEN > 1 else 1)
+    NEAR: gl.constexpr = SINKS + (2 if QUERY_LEN > 1 else 1)
     ROWS: gl.constexpr = QUERY_LEN * GROUP
     COLUMNS: gl.constexpr = SHAPE.COLUMNS
     TWO: gl.constexpr = COLUMNS == 4
@@ -233,14 +233,15 @@ def weigh_cells_kernel(
     full = (position < dense_below) | ((last - gl.minimum(last, SINKS)) * 32 <= COUNT)
     if full | (num_tokens <= 0):
         return
+    own = position // 64  # the first token's segment: those before it have records
     begin = SINKS + (member - NEAR) * segments
-    if (member >= NEAR) & (begin >= last):
+    if (member >= NEAR) & (begin >= own):
         return
     table = block_table_ptr + request.to(gl.int64) * stride_br
     q_row = q_ptr + first_token.to(gl.int64) * q_strides[0] + kv_head * GROUP * q_strides[1]
     states = state_ptr + (job.to(gl.int64) * members + member) * (2 * COLUMNS)
     if member < NEAR:
-        segment = gl.where(member < SINKS, member, last + member - SINKS)
+        segment = gl.where(member < SINKS, member, own + member - SINKS)
         if segment * 64 < seq_len:
             near_sums(
                 states, q_row, k_ptr + kv_head.to(gl.int64) * k_strides[1], table, segment,
@@ -260,7 +261,7 @@ def weigh_cells_kernel(
     records = records_ptr + kv_head.to(gl.int64) * record_strides[1]
     page_units = record_strides[0] // 16
     spot = job.to(gl.int64) * width
-    end = gl.minimum(begin + segments, last)
+    end = gl.minimum(begin + segments, own)
     W: gl.constexpr = HEAD_DIM // 64
     SPLIT: gl.constexpr = 4 if TWO else 2
     MEANS: gl.constexpr = HEAD_DIM // SPLIT // 8
@@ -273,7 +274,7 @@ def weigh_cells_kernel(
     states0 = (none, zero, none, zero)
     states1 = states0
     turns = (end - begin + 1) // 2
-    units = units_of(table, gl.minimum(begin + lane, last - 1), page_units, PAGE, RECORD)
+    units = units_of(table, gl.minimum(begin + lane, own - 1), page_units, PAGE, RECORD)
     for turn in gl.static_range(STAGES - 1):
         copy_turn(
             level_ring.index(turn), rest_ring.index(turn), records, units, 2 * turn,
@@ -309,7 +310,7 @@ def weigh_cells_kernel(
         coming = turn + STAGES - 1
         if coming < turns:
             if coming % 16 == 0:
-                following = gl.minimum(begin + 2 * coming + lane, last - 1)
+                following = gl.minimum(begin + 2 * coming + lane, own - 1)
                 units = units_of(table, following, page_units, PAGE, RECORD)
             copy_turn(
                 level_ring.index(coming % STAGES), rest_ring.index(coming % STAGES), records, units,
