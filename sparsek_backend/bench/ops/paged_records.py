@@ -38,18 +38,18 @@ def oracle_of(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy) -> Oracl
     return q, k, v, choose_reference(q, k, v, len(k) - count, policy, inputs.softmax_scale)
 
 
-def wrong_cells(chosen: torch.Tensor, oracle: Oracle, first: int) -> str:
-    """Why chosen cells ([cells]) are not nearly the oracle's, or an empty string.
-
-    first: the first cell that competes.
-    """
-    found = oracle[3]
+def wrong_cells(chosen: torch.Tensor, oracle: Oracle, policy: SelectionPolicy) -> str:
+    """Why chosen cells ([cells]) are not nearly the oracle's, or an empty string."""
+    q, k, _, found = oracle
     wanted = [] if found is None else found.cells[0]
     mine = set(chosen[chosen >= 0].tolist())
     others = len(mine.symmetric_difference(wanted)) // 2
     if len(mine) != len(wanted) or others > max(_OTHER_CELLS * len(wanted), 1):
         return f"{others} of {len(mine)} cells are not the {len(wanted)} of the oracle"
-    if found is not None and (error := swap_error(found, 0, first, mine)) > _SCORES:
+    if found is None:
+        return ""
+    first, _ = policy.candidate_range(len(k) - len(q))
+    if (error := swap_error(found, 0, first, mine)) > _SCORES:
         return f"cells are chosen as by scores that are wrong by {error:.1%}"
     return ""
 
@@ -81,7 +81,7 @@ def gate_records(
         rows = slice(tile.rows.stop - len(q), tile.rows.stop)
         heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
         cells, tail = chosen.indices[tile.request, tile.head].cpu().long(), None
-        wrong = wrong_cells(cells, oracle, policy.candidate_range(start)[0])
+        wrong = wrong_cells(cells, oracle, policy)
         if found is not None and chosen.tail is not None and not wrong:
             first, last = policy.candidate_range(start)
             far = (key // CELL >= first) & (key // CELL < last)

@@ -90,7 +90,7 @@ def _choose_some(
         RULE=rule,
         SHAPE=shape,
         num_warps=1,
-        maxnreg=112,
+        maxnreg=112 if columns <= 8 else 168,
         **overlap_options(device),
     )
     run(

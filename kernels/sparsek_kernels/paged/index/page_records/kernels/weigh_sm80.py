@@ -283,7 +283,7 @@ def weigh_cells_kernel(
         async_copy.commit_group()
     column = (g & 3) if TWO else g
     left = 8 * (k & 1 if TWO else k)  # the thread of the first column of this thread's products
-    queries, heads, squares, factors, mean_factors, deviations = (), (), (), (), (), ()
+    queries, heads, squares, factors, mean_factors, spreads = (), (), (), (), (), ()
     for part in gl.static_range(PARTS):
         row = 8 * part + column
         live = (row < ROWS) & (row // GROUP < num_tokens)
@@ -303,7 +303,8 @@ def weigh_cells_kernel(
         both = (shuffle(factor, left), shuffle(factor, left + 4))
         factors = factors + (both,)  # type: ignore[assignment]  # noqa: RUF005
         mean_factors = mean_factors + (qk_scale / unit_of_mean,)  # type: ignore[assignment]  # noqa: RUF005
-        deviations = deviations + (largest * qk_scale * LN2,)  # type: ignore[assignment]  # noqa: RUF005
+        spread = largest * qk_scale * LN2
+        spreads = spreads + (spread * spread,)  # type: ignore[assignment]  # noqa: RUF005
     for turn in range(turns):
         async_copy.wait_group(STAGES - 2)
         thread_barrier()
@@ -327,8 +328,7 @@ def weigh_cells_kernel(
             mean = product_of_parts(heads[part], read[4], MEANS, SPLIT, k, g)
             mean *= mean_factors[part]
             variance = product_of_parts(squares[part], read[5], VARIANCES, SPLIT, k, g)
-            deviation = deviations[part]
-            gain = (gl.sqrt(1.0 + variance * (deviation * deviation)) - 1.0) * LOG2E
+            gain = (gl.sqrt(1.0 + variance * spreads[part]) - 1.0) * LOG2E
             head = g % (16 // SPLIT)
             segment = at_segment + (k >> 1)
             to_gain = gains_ptr + (spot + segment) * COLUMNS + (8 * part + head)
