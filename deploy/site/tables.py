@@ -264,17 +264,18 @@ def by_records(file: str) -> str:
     names = dict.fromkeys(row["provider"] for row in rows)
     records = [name for name in names if name.startswith("records ")]
     records.sort(key=lambda name: int(name.split()[1]), reverse=True)
-    others = [name for name in names if name not in ("fa3", *records)]
+    choosing = [name for name in names if name.startswith("choosing ")][:1]  # all take as long
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
         times = {r["provider"]: float(r["us"]) / 1e3 for r in rows if r["case"] == case}
         theirs = times.get("fa3")
         cells = [case, _duration(theirs)]
-        for name in (*others, *records):
+        for name in records:
             ours, ratio = times.get(name), _ratio(theirs, times.get(name), False)
             cells.append(f"{_duration(ours)} ({ratio})" if ratio else _duration(ours))
+        cells += [_duration(times.get(name)) for name in choosing]
         lines.append(cells)
-    head = ("case", PROVIDERS["fa3"], *others, *records)
+    head = ("case", PROVIDERS["fa3"], *records, *("choosing alone" for _ in choosing))
     return f"{_table(head, lines)}\n\n{_measured_on(rows)}"
 
 

@@ -78,12 +78,20 @@ def first_positions(case: Case) -> list[int]:
     return [end - count for end, count in spans for _ in range(count)]
 
 
-def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 0.02) -> None:
+def check(
+    case: Case,
+    chosen: Chosen,
+    *,
+    exact: float = 1.0,
+    scores: float = 0.02,
+    tolerance: float = 0.02,
+) -> None:
     """Against the oracle.
 
     Args:
         exact: the share of cells that must be its own.
-        tolerance: of logits of tails, and of the scores that the other cells are chosen by.
+        scores: how wrong the scores may be by which the others are chosen.
+        tolerance: of logits of tails.
     """
     policy, q = case.segment.policy, case.problem.q
     heads, page_size, dim = case.operands.heads, case.operands.page_size, q.shape[-1]
@@ -114,7 +122,7 @@ def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 
             other = set(got[head]) ^ set(wanted[head])
             same = 1.0 - len(other) / 2 / len(wanted[head])
             assert same >= exact, (request, head, same)
-            assert swap_error(found, head, first, got[head]) <= tolerance
+            assert swap_error(found, head, first, got[head]) <= scores
             # Where another cell was chosen, what is left differs with it.
             alike[head, [(cell - first) // 32 for cell in other]] = False
         tails = chosen.tail.logits[rows, :, first // 32 : last // 32].double().cpu()
@@ -182,7 +190,8 @@ def test_keys_of_hundreds_shift_no_tail(
     case.problem.q += torch.where(bias != 0.0, 7.3 * bias.sign(), 0.0).to(case.problem.q)
     if not matrix_units:
         monkeypatch.setattr(launch, "_fits", lambda *_: False)
-    check(case, launch.select(case.operands, case.segment), exact=0.8, tolerance=0.1)
+    chosen = launch.select(case.operands, case.segment)
+    check(case, chosen, exact=0.8, scores=1.0, tolerance=0.1)
 
 
 def test_equal_cells_go_to_the_lower_index() -> None:
@@ -234,7 +243,8 @@ def test_matrix_units_choose_what_the_oracle_does(
         dtype=torch.bfloat16,
     )
     chosen = launch.select(case.operands, case.segment)
-    check(case, chosen, exact=0.9, tolerance=0.1)  # weights have 3 bits of mantissa
+    # Weights have 3 bits of mantissa; queries have 8 bits, and some logits are 20 above the mean.
+    check(case, chosen, exact=0.95, scores=0.25, tolerance=0.1)
     assert chosen.tail is not None
     indices, logits = chosen.indices.clone(), chosen.tail.logits.clone()
     for _ in range(5):  # whatever the order in which programs run
