@@ -51,9 +51,9 @@ def total_kernel(
     UNITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Log of the sum of exps of one token's and query head's near keys and cells.
+    """Log of the sum of exps of one token's and query head's keys that are read, and of its cells.
 
-    Takes the near keys' own and writes the total in its place, ``[R * QUERY_LEN, Hq]``
+    Takes that of the keys and writes the total in its place, ``[R * QUERY_LEN, Hq]``
     float32.
     """
     SINK_SEGMENTS: tl.constexpr = RULE.SINK_BLOCKS // VECTORS

@@ -74,7 +74,9 @@ def near_total(
     BLOCK_M: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Write a token's log of the sum of exps of its near keys, ``[BLOCK_M]`` heads."""
+    """Write a token's log of the sum of exps of its keys before ``sinks_end`` and from
+    ``first_local`` on, ``[BLOCK_M]`` heads.
+    """
     stride_kp, _stride_kh, stride_kt = k_strides
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, SEGMENT)
@@ -138,14 +140,15 @@ def score_records_kernel(
 ):
     """Logits of all decoded tokens of one request and one KV head, for a share of the records.
 
-    The last ``QUERY_LEN`` programs of the first dimension take a token's near keys each; the others
-    every so many-th unit of segments, so that the grid need not grow with the longest context
-    allowed.  Row ``j * BLOCK_H + h`` of the tile is token ``j``, query head ``h`` of the group.
+    The last ``QUERY_LEN`` programs of the first dimension take a token's sinks and own segment
+    each; the others take every so many-th unit of segments, so that the grid need not grow with
+    the longest context allowed.  Row ``j * BLOCK_H + h`` of the tile is token ``j``, query head
+    ``h`` of the group.
 
     Writes, for ``T`` tokens and ``width`` segments of each: the logit of a segment's mean key and
     what the variance of its keys adds, ``[T, Hq, width]`` float32; what each vector adds to the
     mean, ``[T, Hq, width * 32]`` float16; logs of sums of exps of units of 16 segments,
-    ``[T, Hq, width / 16]``, and of the near keys, ``[T, Hq]``.  Clears the counts,
+    ``[T, Hq, width / 16]``, and of the keys that are read, ``[T, Hq]``.  Clears the counts,
     ``[R, Hkv, KEYS]`` int32.
     """
     SINK_BLOCKS: tl.constexpr = RULE.SINK_BLOCKS

@@ -197,10 +197,10 @@ def weigh_cells_kernel(
     SHAPE: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Weights of far cells, and sums over them and over near keys, for requests' rows of a KV head.
+    """Weights of cells, and sums over them and over keys, for requests' rows of a KV head.
 
-    A program takes one near segment, or ``segments`` far ones (a multiple of 8).  ``members``
-    programs for each request and KV head.
+    A program reads the keys of one segment, of the sinks or the tokens' own, or the records of
+    ``segments`` others (a multiple of 8).  ``members`` programs for each request and KV head.
     """
     GROUP: gl.constexpr = SHAPE.GROUP
     NUM_KV_HEADS: gl.constexpr = SHAPE.NUM_KV_HEADS
