@@ -43,5 +43,5 @@ class Tiling(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_P: int
-    SPLITS: int
+    SPLIT: bool  # whether programs share a tile
     NUM_STAGES: int
