@@ -6,56 +6,40 @@ import triton
 import triton.language as tl
 
 
-TOGETHER: tl.constexpr = tl.constexpr(8)
-"""Partial outputs on their way at the same time."""
-
-
 @triton.jit
 def add_splits(
     parts, states, mask_m, mask_out, num_parts,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Sum of the partial outputs of a tile, in split order: ``(row_max, row_sum, acc)``.
 
     ``parts`` and ``states`` point at split 0; loads bypass the L1 cache, which other programs'
-    stores do not reach.  The first ``num_parts`` splits stored an output; the others had no keys.
+    stores do not reach.  The first ``num_parts`` splits, at most ``MOST``, stored an output; the
+    others had no keys.  All loads are on their way at once: a loop would wait for each.
     """
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
-    for first in range(0, num_parts, TOGETHER):
-        for i in tl.static_range(TOGETHER):
-            s = first + i
-            part_max = tl.load(
-                states + 2 * s * BLOCK_M,
-                mask=mask_m & (s < num_parts),
-                other=-1.0e30,
-                cache_modifier=".cg",
-            )
-            row_max = tl.maximum(row_max, part_max)
+    for s in tl.static_range(MOST):
+        part_max = tl.load(
+            states + (2 * s) * BLOCK_M,
+            mask=mask_m & (s < num_parts),
+            other=-1.0e30,
+            cache_modifier=".cg",
+        )
+        row_max = tl.maximum(row_max, part_max)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for first in range(0, num_parts, TOGETHER):
-        for i in tl.static_range(TOGETHER):
-            s = first + i
-            there = s < num_parts
-            part_max = tl.load(
-                states + 2 * s * BLOCK_M,
-                mask=mask_m & there,
-                other=-1.0e30,
-                cache_modifier=".cg",
-            )
-            part_sum = tl.load(
-                states + (2 * s + 1) * BLOCK_M,
-                mask=mask_m & there,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            part = tl.load(
-                parts + s * BLOCK_M * BLOCK_D,
-                mask=mask_out & there,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            weight = tl.exp2(part_max - row_max)
-            row_sum += part_sum * weight
-            acc += part * weight[:, None]
+    for s in tl.static_range(MOST):
+        there = s < num_parts
+        part_max = tl.load(
+            states + (2 * s) * BLOCK_M, mask=mask_m & there, other=-1.0e30, cache_modifier=".cg"
+        )
+        part_sum = tl.load(
+            states + (2 * s + 1) * BLOCK_M, mask=mask_m & there, other=0.0, cache_modifier=".cg"
+        )
+        part = tl.load(
+            parts + s * BLOCK_M * BLOCK_D, mask=mask_out & there, other=0.0, cache_modifier=".cg"
+        )
+        weight = tl.exp2(part_max - row_max)
+        row_sum += part_sum * weight
+        acc += part * weight[:, None]
     return row_max, row_sum, acc

@@ -22,7 +22,7 @@ from sparsek_kernels.paged.attend.kernels.constants import Rule, Shape, Tiling
 from sparsek_kernels.paged.attend.kernels.fwd import attend_kernel
 from sparsek_kernels.paged.attend.launch_sm90 import attend_fits, attend_hopper
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.config import next_power_of_2
+from sparsek_kernels.paged.config import most_splits, next_power_of_2
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import ceil_div
@@ -160,7 +160,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_P=TAIL_SEGMENTS,
-            SPLIT=config.splits > 1,
+            MOST_SPLITS=most_splits(config.splits),
             NUM_STAGES=config.num_stages,
         ),
         num_warps=config.num_warps,

@@ -43,7 +43,8 @@ def nsa_paged_compressed_kernel(
     TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: one decoded token and KV head, one share of the compressed blocks it sees.
 
@@ -72,7 +73,7 @@ def nsa_paged_compressed_kernel(
 
     seen = compressed_visible(pos, CMP_BLOCK, CMP_STRIDE)
     num_tiles = tl.cdiv(seen, BLOCK_N)
-    if not SPLIT:
+    if MOST_SPLITS == 1:
         splits = 1
     per_split = tl.cdiv(num_tiles, splits)
     begin = split * per_split
@@ -98,7 +99,7 @@ def nsa_paged_compressed_kernel(
         scores = tl.where(inside[None, :], scores, float("-inf"))
         m, total, p, alpha = softmax_step(m, total, scores, scale_log2, True)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    if SPLIT:
+    if MOST_SPLITS > 1:
         place = (tile * NUM_KV_HEADS + kv_head).to(tl.int64)
         parts = part_ptr + place * splits * BLOCK_M * BLOCK_D
         parts += offs_m[:, None] * BLOCK_D + offs_d[None, :]
@@ -114,7 +115,7 @@ def nsa_paged_compressed_kernel(
         tl.store(ticket_ptr + place, 0)
         m, total, acc = add_splits(
             parts, states, mask_m, mask_out, tl.cdiv(num_tiles, tl.maximum(per_split, 1)),
-            BLOCK_M, BLOCK_D,
+            BLOCK_M, BLOCK_D, MOST_SPLITS,
         )  # fmt: skip
     inv_l, lse = softmax_finish(m, total)
     out_rows = token * stride_ot + head * stride_oh

@@ -91,10 +91,10 @@ def attend_kernel(
     BLOCK_M: tl.constexpr = TILING.BLOCK_M
     BLOCK_N: tl.constexpr = TILING.BLOCK_N
     BLOCK_P: tl.constexpr = TILING.BLOCK_P
-    SPLIT: tl.constexpr = TILING.SPLIT
+    MOST_SPLITS: tl.constexpr = TILING.MOST_SPLITS
     NUM_STAGES: tl.constexpr = TILING.NUM_STAGES
     window, num_sink, dense_below = bounds
-    if not SPLIT:
+    if MOST_SPLITS == 1:
         splits = 1
     stride_ot, stride_oh = out_strides
     stride_qt, stride_qh = q_strides
@@ -306,7 +306,7 @@ def attend_kernel(
         )  # fmt: skip
 
     mask_out = mask_m[:, None] & mask_d[None, :]
-    if SPLIT:
+    if MOST_SPLITS > 1:
         place = ((tile * NUM_KV_HEADS + kv_head) * CHUNKS + pid % CHUNKS).to(tl.int64)
         parts = part_ptr + place * splits * BLOCK_M * BLOCK_D
         parts += offs_m[:, None] * BLOCK_D + offs_d[None, :]
@@ -334,6 +334,7 @@ def attend_kernel(
             num_parts,
             BLOCK_M,
             BLOCK_D,
+            MOST_SPLITS,
         )
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=member < GROUP, other=0.0).to(tl.float32)
