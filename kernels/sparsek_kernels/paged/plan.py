@@ -110,9 +110,14 @@ def plan_step(
             bounds are enough: a prefill that only its bound keeps from being dense counts as
             sparse, and the sparse kernels attend everything for it.
     """
-    # Found by identity: the hash of policies takes longer than all else here.
-    key = ("segments", id(policy))
-    return batch.derived(key, lambda: (_segments(batch, policy, seq_lens), policy))[0]
+    # By identity first: the hash of policies takes longer than all else that a layer does here.
+    plans: dict[int, tuple[tuple[Segment, ...], StepPolicy]] = batch.derived("plans", dict)
+    found = plans.get(id(policy))
+    if found is None:
+        key = ("segments", policy)
+        segments = batch.derived(key, lambda: _segments(batch, policy, seq_lens))
+        found = plans[id(policy)] = (segments, policy)
+    return found[0]
 
 
 def plan_tokens(

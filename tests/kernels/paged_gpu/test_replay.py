@@ -355,7 +355,7 @@ def test_a_replay_calls_what_the_launcher_would_call(kind: str, notes: list[Note
 
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
     replays: Replays = {}
-    call = ReplayableCall((torch.zeros(8),), "rule", replays)
+    call = call_of((torch.zeros(8),), "rule", replays)
     with pytest.raises(ValueError, match="broken"), call.recorded():
         raise ValueError("broken")
     assert not replays

@@ -138,10 +138,10 @@ def test_a_server_compiles_before_its_first_request(
                 warmup.made_up_prefill(*shape, width, cpu), replace(rule, prefill=prefill)
             )
             steps += 1
-    for count, context in warmup.decode_shapes(rule.decode, longest, requests):
+    for count, context in warmup.decode_shapes(rule.decode, longest, requests, heads):
         known |= launched(warmup.made_up_decodes(count, 1, context, width, cpu))
         steps += 1
-    assert steps <= (160 if flash else 250)  # each takes milliseconds of a server's start
+    assert steps <= (70 if flash else 95)  # each takes milliseconds of a server's start
     chance = random.Random(0)
     for _ in range(80):
         decodes = chance.choice([0, 1, 2, 3, 5, 17, requests])
