@@ -53,7 +53,7 @@ def launch_block_logits(
 
     heads, count, head_dim = q.shape
     blocks, vectors = x.shape[1:3]
-    out = torch.empty(heads, count, blocks, device=q.device)
+    out = torch.full((heads, count, blocks), -math.inf, device=q.device)
     block_m, steps = 128, 8
     grid = (-(-count // block_m), -(-blocks * vectors // (PAGE * steps)), heads)
     block_logits_kernel[grid](

@@ -14,7 +14,8 @@ def block_logits_kernel(
 ):  # fmt: skip
     """Logs of sums of exps, or largest logits, of the vectors of each block: ``[H, M, BLOCKS]``.
 
-    A program has ``BLOCK_M`` rows of a KV head and ``STEPS`` times 64 vectors.
+    A program has ``BLOCK_M`` rows of a KV head and ``STEPS`` times 64 vectors.  Where ``CAUSAL``,
+    the result is -inf before.
     """
     PER: tl.constexpr = 64 // VECTORS  # blocks of a step
     head = tl.program_id(2).to(tl.int64)
@@ -28,7 +29,10 @@ def block_logits_kernel(
     if CAUSAL:
         rows = tl.load(rows_ptr + offs_m, mask=mask_m, other=0)
     first = tl.program_id(1) * STEPS * PER
-    for step in range(STEPS):
+    steps = STEPS
+    if CAUSAL:  # what no row sees is -inf already
+        steps = tl.minimum(STEPS, (tl.max(rows, 0).to(tl.int32) // VECTORS - first) // PER + 1)
+    for step in range(steps):
         block = first + step * PER + tl.arange(0, PER)
         offs_n = (first + step * PER) * VECTORS + tl.arange(0, 64)
         mask_n = offs_n < BLOCKS * VECTORS

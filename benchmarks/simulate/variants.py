@@ -92,23 +92,37 @@ def _prompts() -> list[Variant]:
 
 
 def _budgets() -> list[Variant]:
-    """How many blocks, and what ranks them."""
+    """How many blocks, by what, with and without dense last rows."""
     old = PromptRule("m16")
     named = PromptRule("p2dr", tile=32, rank_rows=16, variance=True)
     one_step = replace(named, scores="all", ranks="p2dr")
     rules = {
         "96 of 192 m16 tile 64": old,
         "96 of 192 m16 tile 64 last 64": replace(old, dense_last=64),
+        "32 by p2dr": replace(one_step, blocks=32),
+        "64 by p2dr": replace(one_step, blocks=64),
+        "64 by p2dr last 64": replace(one_step, blocks=64, dense_last=64),
+        "64 of 192 page by p2dr": replace(one_step, scores="page", blocks=64),
+        "32 of 192 p2dr": replace(named, blocks=32),
+        "64 by exact": replace(one_step, ranks="exact", blocks=64),
     }
-    for blocks in (32, 48, 64, 96):
-        rules[f"{blocks} by p2dr"] = replace(one_step, blocks=blocks)
-    for blocks, candidates in ((32, 192), (48, 96), (48, 192)):
-        rules[f"{blocks} of {candidates} p2dr"] = replace(
-            named, blocks=blocks, candidates=candidates
-        )
-    rules["48 of 192 page by p2dr"] = replace(one_step, scores="page", blocks=48)
-    rules["96 by p2dr mass .005"] = replace(one_step, min_mass=0.005)
-    rules["48 by exact"] = replace(one_step, ranks="exact", blocks=48)
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
+def _ranks() -> list[Variant]:
+    """What ranks, and how many rows of it."""
+    named = PromptRule("p2dr", blocks=48, tile=32, rank_rows=16, variance=True)
+    one_step = replace(named, scores="all", ranks="p2dr")
+    rules = {
+        "48 by p2dr": one_step,
+        "96 by p2dr": replace(one_step, blocks=96),
+        "96 by p2dr mass .005": replace(one_step, blocks=96, min_mass=0.005),
+        "48 of 96 p2dr": replace(named, candidates=96),
+        "48 by p2dr sum": replace(one_step, rank_by="sum"),
+        "48 by p2dr 8 rows": replace(one_step, rank_rows=8),
+        "48 by p2dr no variance": replace(one_step, variance=False),
+        "48 by p2dr tile 64": replace(one_step, tile=64, rank_rows=32),
+    }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
@@ -116,40 +130,31 @@ def _details() -> list[Variant]:
     """What may be added to 48 blocks by p2dr, or taken from them."""
     base = PromptRule("all", blocks=48, tile=32, ranks="p2dr", rank_rows=16, variance=True)
     changes: dict[str, dict[str, Any]] = {
-        "tile 64": {"tile": 64, "rank_rows": 32},
         "tile 16": {"tile": 16, "rank_rows": 8},
-        "8 rows rank": {"rank_rows": 8},
-        "sum": {"rank_by": "sum"},
-        "last 64": {"dense_last": 64},
         "growth .5": {"growth": 0.5},
         "growth -.5": {"growth": -0.5},
         "anchors 64": {"anchors": 64},
         "anchors 128": {"anchors": 128},
         "tail page": {"tail": "page"},
         "tail p2dr": {"tail": "p2dr"},
-        "no variance": {"variance": False},
         "window 256": {"window": 256},
     }
     return [Variant(f"48 by p2dr {name}", prompt=replace(base, **x)) for name, x in changes.items()]
 
 
 def _sources() -> list[Variant]:
-    """What names candidates, and smaller choices."""
+    """What names candidates, and smaller or larger choices."""
     base = PromptRule("p2dr", blocks=32, tile=32, rank_rows=16, variance=True)
     one_step = replace(base, scores="all", ranks="p2dr")
     rules = {
         "32 of 192 m16": replace(base, scores="m16"),
         "32 of 192 m4": replace(base, scores="m4"),
         "32 of 192 page": replace(base, scores="page"),
-        "32 of 384 page": replace(base, scores="page", candidates=384),
         "32 of 192 p2dr largest": replace(base, name_by="largest"),
-        "32 of 64 p2dr": replace(base, candidates=64),
-        "24 of 192 p2dr": replace(base, blocks=24),
         "24 by p2dr": replace(one_step, blocks=24),
         "64 by page": replace(one_step, ranks="page", blocks=64),
-        "64 by p2dr mass .01": replace(one_step, blocks=64, min_mass=0.01),
+        "64 of 384 page by p2dr": replace(one_step, scores="page", candidates=384, blocks=64),
         "128 by p2dr mass .0025": replace(one_step, blocks=128, min_mass=0.0025),
-        "96 of 192 m16": replace(base, scores="m16", blocks=96),
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
@@ -158,6 +163,7 @@ SETS = {
     "decode": _decode(),
     "prompts": _prompts(),
     "budgets": _budgets(),
+    "ranks": _ranks(),
     "details": _details(),
     "sources": _sources(),
 }
