@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.simulate import blocks, decode, prompts, results
 from benchmarks.simulate.__main__ import main
+from benchmarks.simulate.cost import cost
 from benchmarks.simulate.decode import DecodeRule
 from benchmarks.simulate.model import Model
 from benchmarks.simulate.prompts import PromptRule
@@ -386,6 +387,38 @@ def test_anchors_and_the_last_rows_are_dense_and_no_row_depends_on_later_ones() 
     torch.testing.assert_close(again[:, :, :960], other[:, :, :960])
 
 
+def test_the_cost_of_a_prompt_is_of_whole_blocks() -> None:
+    assert cost(PromptRule(), 1024) == ({"attend": 1.0}, 2 * 2 * 64 * 128 * 136 / 2**30)
+    rule = PromptRule("m16", blocks=2, tile=32, candidates=3, rank_rows=16, window=64, anchors=64)
+    attended, named, ranked, rows, read = 0.0, 0.0, 0.0, 0.0, 0.0
+    for tile in range(64):  # of a prompt of 2048, a layer of one KV head
+        own = tile // 2
+        always = min(own + 1, 3)
+        between = own + 1 - always
+        attended += 2 * 64 * (always + min(between, 2))
+        named += 4 * own / 4
+        ranked += 64 * (always + min(between, 3)) / 2
+        rows += 2 * 64 * (own + 1) / 64
+        read += 2 * 16384 * (always + min(between, 2)) + 16384 * (always + min(between, 3))
+        read += (4 * 256 + 256) * own * (8 * 4 / 128) + 2 * 16384 * (own + 1) / 64 * 32 * 4 / 128
+    dense = 2 * 64 * 2 * sum(range(1, 33))
+    parts, gib = cost(rule, 2048)
+    expected = {"attend": attended, "name": named, "rank": ranked, "dense rows": rows}
+    assert parts == pytest.approx({name: x / dense for name, x in expected.items()})
+    assert gib == pytest.approx(read / 2**30)
+
+
+def test_sketches_cost_half_and_tails_a_key_for_each_block() -> None:
+    rule = PromptRule("all", ranks="m2", blocks=8)
+    parts = cost(rule, 65536)[0]
+    assert set(parts) == {"attend", "rank"}
+    assert cost(replace(rule, ranks="p2dr"), 65536)[0]["rank"] < 0.53 * parts["rank"]
+    fewer = cost(replace(rule, ranks="page", scores="page"), 65536)[0]
+    assert fewer["name"] < 0.1 * parts["rank"]
+    assert cost(replace(rule, tail="page"), 65536)[0]["tail"] == pytest.approx(1 / 64, rel=0.1)
+    assert cost(replace(rule, growth=1.0), 65536)[0]["attend"] > parts["attend"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -496,6 +529,8 @@ def test_a_run_goes_on_where_others_stopped_and_its_figures_are_merged(
     assert everything["kl"] < 1e-4 < window["kl"]
     assert window["attended"] == pytest.approx(64 + 128 + 24, abs=3)
     assert window["of_task"] == {"t, plain": {"kl": window["kl"], "added_nll": window["added_nll"]}}
+    assert cell["of_question"] == {"plain": 2}
+    assert window["of_question"]["plain"]["kl"] == window["kl"]
     text = run("table", merged, "--set", "decode")
     assert text.startswith("| variant | MiB | m, 0k |")
     assert "| window | " in text
