@@ -147,13 +147,14 @@ def _sources() -> list[Variant]:
     base = PromptRule("p2dr", blocks=32, tile=32, rank_rows=16, variance=True)
     one_step = replace(base, scores="all", ranks="p2dr")
     rules = {
-        "32 of 192 m16": replace(base, scores="m16"),
-        "32 of 192 m4": replace(base, scores="m4"),
+        "32 of 192 m16": replace(base, scores="m16", variance=False),
+        "32 of 192 m4": replace(base, scores="m4", variance=False),
         "32 of 192 page": replace(base, scores="page"),
         "32 of 192 p2dr largest": replace(base, name_by="largest"),
         "24 by p2dr": replace(one_step, blocks=24),
         "64 by page": replace(one_step, ranks="page", blocks=64),
         "64 of 384 page by p2dr": replace(one_step, scores="page", candidates=384, blocks=64),
+        "64 of 192 m16 by p2dr": replace(one_step, scores="m16", blocks=64),
         "128 by p2dr mass .0025": replace(one_step, blocks=128, min_mass=0.0025),
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
