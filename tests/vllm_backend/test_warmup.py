@@ -109,13 +109,17 @@ def test_every_prefill_finds_its_kernels(
         )  # fmt: skip
         return most_splits(config.splits)
 
-    def tiles(tokens: int, prompts: int) -> int:
-        return tokens // LONG.query_tile + 2 * prompts
+    def tiles(context: int, tokens: int, prompts: int, least: int) -> int:
+        counts = [tokens // prompts + (index < tokens % prompts) for index in range(prompts)]
+        lengths = [context, *(max(least, count) for count in counts[1:])]
+        tile = LONG.query_tile
+        pairs = zip(lengths, counts, strict=True)
+        return sum((length - 1) // tile - (length - count) // tile + 1 for length, count in pairs)
 
     shapes = prefill_shapes(policy, longest, most, 256)
-    known = {compiled(tiles(tokens, prompts), context) for context, tokens, prompts, _ in shapes}
+    known = {compiled(tiles(*shape), shape[0]) for shape in shapes}
     asked = {
-        compiled(tiles(tokens, prompts), context)
+        compiled(tiles(context, tokens, prompts, context), context)
         for context in range(shapes[0][0], longest + 1, longest // 64)
         for tokens in range(1, most + 1, 64)
         for prompts in (1, 2, 7, 30, 256)

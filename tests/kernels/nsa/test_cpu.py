@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.api import (
     compressed_attention,
     nsa_attention,
@@ -20,6 +19,7 @@ from sparsek_kernels.nsa.api import (
 )
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
+from tests.kernels.nsa import reference as ref
 
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 5}
 CASES = {

@@ -1,7 +1,7 @@
 """Launching attention over pages: shapes to configurations, grids, strides and scratch.
 
-Nothing here reads a device value: every grid follows from shapes and from the host bounds of the
-batch, so each call can be captured in a CUDA graph and replayed with other lengths.
+Nothing here reads a device value: every grid follows from shapes and from what the host knows of
+the batch, so decodes can be captured in a CUDA graph and replayed with other lengths.
 """
 
 from __future__ import annotations
