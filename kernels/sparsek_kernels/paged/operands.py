@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-
 _ALL = slice(None)
 
 

@@ -36,8 +36,8 @@ _LONG_DECODE, _LONG_PREFILL = 1 << 13, 1 << 16
 def doubled(most: int) -> list[int]:
     """The powers of two below ``most``, and ``most``; nothing for 0.
 
-    Kernels are compiled for ranges of such numbers.  Each range is twice as long as its start, or
-    longer, but for the last one, which ``most`` is in.
+    Kernels are compiled for ranges of such numbers.  Each range goes up to twice its start, or
+    further, but for the last one, which ``most`` is in.
     """
     return [1 << power for power in range(max(most - 1, 0).bit_length())] + [most] * (most > 0)
 

@@ -39,6 +39,7 @@ POLICIES = {
     "topk": TOP_K,
 }
 STREAM = 77
+SCRATCH = ("size", "align")
 
 Note = tuple[str, tuple[int, ...], list[Any]]
 
@@ -349,8 +350,32 @@ def test_a_replay_calls_what_the_launcher_would_call(kind: str, notes: list[Note
     assert launcher.calls[0] - before == (kind != "flat")
     own = (other.data_ptr(), 3)
     rest = ("metadata", None, None, None)
-    tail = {"flat": ("pdl", *rest, *own), "nested": (*rest, own)}.get(kind, ("pdl", *rest, *own))
+    tail = (*rest, own) if kind == "nested" else ("pdl", *rest, *own)
     assert seen == [(2, 1, 1, STREAM, "kernel", *tail)]
+
+
+def test_a_replay_ends_in_the_call_that_tritons_launcher_makes(notes: list[Note]) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    seen: list[Any] = []
+    launcher = object.__new__(driver.CudaLauncher)
+    vars(launcher).update(
+        launch=lambda *args: seen.append(args),
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        num_ctas=1,
+        **{f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in SCRATCH},
+        **{"gsan_enabled": False, "arg_annotations": (), "kernel_signature": b""},  # later ones
+    )
+    kernel, x, other = SpiedKernel("kernel", ["x", "SIZE"], notes), torch.zeros(8), torch.zeros(8)
+    kernel.run = launcher
+    with recording((x,)) as record:
+        run(kernel, (2,), x, SIZE=3)
+    replay = record.finish()
+    assert replay is not None
+    replay((other,), 0)
+    launcher(2, 1, 1, STREAM, "kernel", "metadata", None, None, None, other.data_ptr(), 3)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
 
 
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
