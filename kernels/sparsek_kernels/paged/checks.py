@@ -125,7 +125,7 @@ def fit_pages(policy: SelectionPolicy, page_size: int) -> SelectionPolicy:
 
 @lru_cache(maxsize=256)
 def fit_both(policy: StepPolicy, page_size: int) -> StepPolicy:
-    """Both phases' policies by :func:`fit_pages`: one object for layers whose policies are equal."""
+    """Both phases' policies by :func:`fit_pages`; equal ones become one object."""
     prefill, decode = (fit_pages(one, page_size) for one in (policy.prefill, policy.decode))
     same = prefill is policy.prefill and decode is policy.decode
     return policy if same else StepPolicy(prefill, decode)
