@@ -16,6 +16,7 @@ import torch
 from sparsek_kernels.common.device import current_device, dispatch_modes
 from sparsek_kernels.common.recording import Replay, Tensors, has_launch_hook, recording
 from sparsek_kernels.paged.batch import ALIGNMENT, PagedBatch
+from sparsek_kernels.paged.scratch import take_turns
 
 _MOST_REPLAYS = 256
 
@@ -49,8 +50,10 @@ class ReplayableCall:
         found = self.replays.get(self.key)
         if found is None:
             return False
+        device = current_device()
+        take_turns(device)
         try:
-            found(self.tensors, current_device())
+            found(self.tensors, device)
         except (TypeError, ValueError, AttributeError, SystemError) as error:
             _refused.append(error)
             self.replays[self.key] = None
