@@ -7,12 +7,7 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
-from sparsek_kernels.paged.attend.kernels.cells import (
-    attend_cells,
-    attend_forced,
-    attend_tail,
-    prefetch_values,
-)
+from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced, attend_tail
 from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
 from sparsek_kernels.paged.kernels.record import SEGMENT
 from sparsek_kernels.paged.kernels.tiles import (
@@ -254,11 +249,6 @@ def attend_kernel(
             NUM_STAGES,
         )
     if OVERLAP and SELECTED_LAST:
-        if HAS_TAIL:
-            prefetch_values(
-                records_ptr + kv_head * stride_rh, table, tail_begin, tail_end, first_segment,
-                last_segment, stride_rp, HEAD_DIM, BLOCK_P, PAGE_SIZE, RECORD,
-            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if CELLS:
