@@ -70,6 +70,14 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     assert metadata.attended_share == share / metadata.context_tokens
 
 
+def test_the_last_token_of_a_prompt_is_a_decode_if_it_comes_alone(current: Any) -> None:
+    builder, _ = make_builder(make_layer(), current)
+    step = make_step([300, 221, 400], [1, 1, 2], 64)
+    step.is_prefilling = torch.tensor([False, True, True])
+    batch = builder.build(0, step).batch
+    assert (batch.num_decodes, batch.num_prefills) == (2, 1)
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_one_phase_alone_is_sparse(phase: str, tmp_path: Path) -> None:
     settings = {"sparsek": {**SETTINGS, "sparse_phase": phase}}

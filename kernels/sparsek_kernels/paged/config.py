@@ -71,6 +71,11 @@ def is_hopper(arch: int) -> bool:
     return 90 <= arch < 120
 
 
+def overlaps(arch: int) -> bool:
+    """Whether kernels start while their predecessors drain: on sm_90, where that has been run."""
+    return arch // 10 == 9
+
+
 def has_wgmma(arch: int) -> bool:
     """Whether the kernels written for Hopper run on ``arch``."""
     return 90 <= arch < 100

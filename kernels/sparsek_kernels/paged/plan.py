@@ -67,6 +67,15 @@ class Segment:
         """Whether a request's tokens share a selection; else every token, or tile, has its own."""
         return self.decodes and self.policy.alignment > 0
 
+    def chooses(self, page_size: int) -> bool:
+        """Whether any query may have to choose: the longest context that pages hold has the room.
+
+        Pages and not lengths decide, so that a captured step serves longer sequences later.
+        """
+        batch, policy = self.batch, self.policy
+        longest = max(batch.max_seq_len, batch.block_table.shape[1] * page_size)
+        return policy.scored_blocks > 0 and not policy.sees_all(longest - 1)
+
 
 def everything(policy: SelectionPolicy) -> SelectionPolicy:
     """The policy of prompts of ``policy``, or their last queries, that attend every earlier key."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek_kernels.common.device import current_device, current_stream, dispatch_modes
+from sparsek_kernels.common.device import current_device, dispatch_modes
 from sparsek_kernels.common.recording import Replay, Tensors, has_launch_hook, recording
 from sparsek_kernels.paged.batch import ALIGNMENT
+from sparsek_kernels.paged.scratch import take_turns
 
 _MOST_REPLAYS = 256
 
@@ -53,8 +54,9 @@ class ReplayableCall:
         found = self.replays.get(self.key)
         if found is None:
             return False
+        stream = take_turns(self.device)
         try:
-            found.launch(self.addresses, current_stream(self.device))
+            found.launch(self.addresses, stream)
         except (TypeError, ValueError, AttributeError, SystemError) as error:
             _refused.append(error)
             self.replays[self.key] = None

@@ -252,3 +252,12 @@ def test_public_names_are_exported() -> None:
 
     for name in ("nsa_attention", "nsa_compress", "nsa_select", "selected_attention"):
         assert callable(getattr(sparsek_kernels, name))
+
+
+def test_selected_attention_of_no_sequences() -> None:
+    q, k, v = (torch.randn(0, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    out = selected_attention(q, k, v, torch.zeros(0, 8, 2, 3, dtype=torch.int32))
+    out.sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert x.grad.shape == x.shape

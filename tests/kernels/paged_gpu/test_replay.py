@@ -75,8 +75,8 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Note]]:
         arg_names = getattr(module, name).arg_names
         monkeypatch.setattr(module, name, SpiedKernel(name, arg_names, found))
     monkeypatch.setattr(replay_module, "current_device", lambda: -1)  # of CPU tensors
-    monkeypatch.setattr(replay_module, "current_stream", lambda _device: STREAM)
     monkeypatch.setattr(recording_module, "current_stream", lambda _device: STREAM)
+    monkeypatch.setattr(replay_module, "take_turns", lambda _device: STREAM)
     with simulated(90, 132):
         yield found
 

@@ -166,5 +166,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers or None,
-        **(overlap_options(q.device) if topk else {"OVERLAP": False}),
+        # Sinks and window are read while the kernel before this one is at work.  That must be one
+        # that chooses, which has waited for the keys: the one before may be writing them.
+        **overlap_options(q.device, segment.chooses(page_size)),
     )
