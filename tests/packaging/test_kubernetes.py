@@ -114,7 +114,10 @@ def test_chart_values_keep_to_the_schema_and_name_the_backend() -> None:
         assert config["tensorParallelSize"] == model["requestGPU"]
         assert config["enablePrefixCaching"], "left out, the chart turns it off"
         assert config["prometheusMultiprocDir"] == METRICS
-        assert caches(model["env"]) == {"VLLM_CACHE_ROOT": "/data/vllm", "TRITON_CACHE_DIR": "/data/triton"}
+        assert caches(model["env"]) == {
+            "VLLM_CACHE_ROOT": "/data/vllm",
+            "TRITON_CACHE_DIR": "/data/triton",
+        }
 
 
 def test_values_for_llm_d_keep_to_the_schema_and_name_the_backend() -> None:
