@@ -37,8 +37,6 @@ from sparsek_backend.distributed import (
 )
 from sparsek_backend.machine import describe_machine
 from sparsek_kernels import nsa_attention, nsa_compress, sink_flash_attention
-from sparsek_kernels.nsa.reference import nsa_reference
-from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 
 DIM = 128
 NUM_SINK, WINDOW = 64, 4096
@@ -103,27 +101,24 @@ def spread_out(
     return context_parallel_sink_flash_attention(*x, mesh=mesh, layout=layout, **mask)
 
 
-def on_one(name: str, x: Tensors, window: int) -> torch.Tensor:
+def on_one(
+    name: str, x: Tensors, window: int, block_indices: torch.Tensor | None = None
+) -> torch.Tensor:
     """The attention on one rank."""
     if is_nsa(name):
-        return nsa_attention(*x, window_size=window)
+        return nsa_attention(*x, window_size=window, block_indices=block_indices)
     mask = {"num_sink": NUM_SINK, "window_size": window} if name == "sink_window" else {}
     return sink_flash_attention(*x, **mask)
 
 
 def oracle(name: str, x: Tensors, dout: torch.Tensor, window: int) -> Tensors:
-    """Output and gradients in fp64."""
-    if not is_nsa(name):
-        mask = {"num_sink": NUM_SINK, "window_size": window} if name == "sink_window" else {}
-        out, _, *grads = sink_flash_attention_reference(*x, **mask, dout=dout)
-        return [out, *grads]
+    """Output and gradients in fp64, which runs in torch."""
     tokens = x[0].shape[1]
     block = torch.arange(TOP_N, device=dout.device, dtype=torch.int32)
     own = torch.arange(tokens, device=dout.device)[:, None] // BLOCK
     every = torch.where(block <= own, block, -1).expand(1, x[1].shape[2], -1, -1).transpose(1, 2)
-    with torch.device(dout.device):
-        leaves = [y.double().requires_grad_() for y in x]
-        out = nsa_reference(*leaves, block_indices=every, window_size=window).out
+    leaves = [y.double().requires_grad_() for y in x]
+    out = on_one(name, leaves, window, every)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
 
 

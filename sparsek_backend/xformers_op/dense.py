@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsek_kernels.common.precision import softmax_, without_autocast
+from sparsek_kernels.common import torch_attention
+from sparsek_kernels.common.precision import without_autocast
+from sparsek_kernels.common.torch_attention import Part
 
 _CHUNK_SCORES = 1 << 24  # scores held at once
 # cuDNN's may differ in the last bit from call to call.
@@ -47,40 +49,40 @@ def visible_keys(
     return seen
 
 
-def _scores(
+def _parts(
     q: torch.Tensor,
-    k: torch.Tensor,
+    num_k: int,
     bias: torch.Tensor | None,
-    block: tuple[int, int, int],
+    seed: torch.Tensor | None,
+    stream: int,
     causal: bool,
     shift: int,
     window_size: int | None,
     num_sink: int,
-    scale: float,
-) -> torch.Tensor:
-    """Scores ``[H, rows, M]`` of a block, biased and masked, fp32."""
-    b, first, last = block
-    rows = q[b, first:last].float().transpose(0, 1)
-    scores = torch.matmul(rows, k[b].float().permute(1, 2, 0)) * scale
-    if bias is not None:
-        scores += bias[b, :, first:last].float()
-    if causal:
-        seen = visible_keys(first, last, k.shape[1], shift, window_size, num_sink, q.device)
-        scores.masked_fill_(~seen, float("-inf"))
-    return scores
-
-
-def _kept(probs: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
-    """Factors ``0`` or ``1 / (1 - p)`` for each probability."""
-    keep = torch.rand(probs.shape, generator=generator, device=probs.device) >= p
-    return keep.float() * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
-
-
-def _generator(seed: torch.Tensor | None, stream: int, device: torch.device) -> torch.Generator:
-    generator = torch.Generator(device=device)
+    p: float,
+) -> Iterator[Part]:
+    """Blocks of queries with all keys, the same ones and the same dropout at every call."""
+    generator = torch.Generator(device=q.device)
     if seed is not None:
         generator.manual_seed((int(seed) + stream) % (1 << 62))
-    return generator
+    for b, first, last in _chunks(q, num_k):
+        batch, rows = slice(b, b + 1), slice(first, last)
+        hidden = kept = None
+        if causal:
+            seen = visible_keys(first, last, num_k, shift, window_size, num_sink, q.device)
+            hidden = ~seen
+        if p > 0.0:
+            shape = (1, q.shape[2], last - first, num_k)
+            kept = torch.rand(shape, generator=generator, device=q.device) >= p
+        yield Part(
+            batch,
+            rows,
+            slice(None),
+            hidden,
+            kept=kept,
+            keep_scale=1.0 / (1.0 - p) if p < 1.0 else 0.0,
+            bias=None if bias is None else bias[batch, :, rows].float(),
+        )
 
 
 @torch.library.custom_op("sparsek::biased_attention_fwd", mutates_args=())
@@ -116,16 +118,8 @@ def biased_attention_fwd(
     """
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    generator = _generator(seed, stream, q.device)
-    for block in _chunks(q, k.shape[1]):
-        b, first, last = block
-        scores = _scores(q, k, bias, block, causal, shift, window_size, num_sink, scale)
-        probs, block_lse = softmax_(scores)
-        if p > 0.0:
-            probs = probs * _kept(probs, p, generator)
-        weighted = torch.matmul(probs, v[b].float().transpose(0, 1))
-        out[b, first:last] = weighted.transpose(0, 1).to(out.dtype)
-        lse[b, :, first:last] = block_lse[..., 0]
+    parts = _parts(q, k.shape[1], bias, seed, stream, causal, shift, window_size, num_sink, p)
+    torch_attention.forward(q, k, v, parts, scale, out, lse)
     return out, lse
 
 
@@ -156,32 +150,13 @@ def biased_attention_bwd(
     bias_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and (empty unless ``bias_grad``) of the bias."""
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-    dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
-    dbias = q.new_empty(0)
+    dbias = None
     if bias_grad and bias is not None:
         dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-    generator = _generator(seed, stream, q.device)
-    for block in _chunks(q, k.shape[1]):
-        b, first, last = block
-        scores = _scores(q, k, bias, block, causal, shift, window_size, num_sink, scale)
-        probs, _ = softmax_(scores)  # not of the forward's log-sum-exp, which is rounded
-        rows_do = dout[b, first:last].float().transpose(0, 1)
-        dprobs = torch.matmul(rows_do, v[b].float().permute(1, 2, 0))
-        dropped = probs
-        if p > 0.0:
-            kept = _kept(probs, p, generator)
-            dprobs, dropped = dprobs * kept, probs * kept
-        dscores = probs * (dprobs - (probs * dprobs).sum(dim=-1, keepdim=True))
-        if dbias.numel():
-            dbias[b, :, first:last] = dscores.to(dbias.dtype)
-        rows_q = q[b, first:last].float().transpose(0, 1)
-        keys = k[b].float().transpose(0, 1)
-        dq[b, first:last] = (torch.matmul(dscores, keys) * scale).transpose(0, 1).to(dq.dtype)
-        dk[b] += (torch.matmul(dscores.transpose(1, 2), rows_q) * scale).transpose(0, 1)
-        dv[b] += torch.matmul(dropped.transpose(1, 2), rows_do).transpose(0, 1)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), dbias
+    parts = _parts(q, k.shape[1], bias, seed, stream, causal, shift, window_size, num_sink, p)
+    # Without the forward's log-sum-exp, which is rounded.
+    grads = torch_attention.backward(q, k, v, parts, scale, dout, None, dbias)
+    return *grads, q.new_empty(0) if dbias is None else dbias
 
 
 @biased_attention_bwd.register_fake

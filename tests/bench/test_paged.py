@@ -15,12 +15,7 @@ from sparsek_backend.bench.ops.paged import (
     prefill_tiles,
     scoring_cost,
 )
-from sparsek_backend.bench.ops.paged_inputs import (
-    candidate_scores,
-    exact_masses,
-    make_inputs,
-    wrong_selection,
-)
+from sparsek_backend.bench.ops.paged_inputs import make_inputs, wrong_selection
 from sparsek_backend.bench.ops.paged_lists import Lists, make_lists
 from sparsek_backend.bench.registry import OURS, Case, Param, Provider, Unavailable
 from sparsek_backend.bench.spec import parse_spec
@@ -28,6 +23,7 @@ from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import exact_masses_reference, tile_scores_reference
 
 SMALL: dict[str, Param] = {
     **get_op("paged_prefill").defaults,
@@ -180,12 +176,15 @@ def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
     inputs.q.mul_(4.0)  # far from ties
     tile, policy = prefill_tiles(inputs)[-1], inputs.policy
     first, last = policy.candidate_range(tile.positions[0])
-    scores = candidate_scores(inputs, tile, policy)[first:last]
+    of_tile, scale = inputs.of_tile(tile), inputs.softmax_scale
+    scores = tile_scores_reference(*of_tile, policy, scale)[0, first:]
     order = scores.argsort(descending=True) + first
     listed = torch.zeros(last, dtype=torch.bool)
     listed[order[: policy.listed_blocks]] = True
-    masses = exact_masses(inputs, tile, policy, listed)
-    exact = masses.amax(0)[:last].where(listed, -1.0)
+    masses = exact_masses_reference(
+        *of_tile, [order[: policy.listed_blocks].tolist()], policy, scale
+    )
+    exact = masses.amax(0)[0, :last].where(listed, -1.0)
     ranked = exact.argsort(descending=True)
     count, places = policy.scored_blocks, policy.listed_blocks
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from sparsek_backend.distributed import SequenceLayout
 from sparsek_kernels import sink_flash_attention
-from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from tests.distributed import cases
 from tests.distributed.cases import Arrays
 from tests.distributed.group import Ranks
+from tests.kernels.sink_window.reference import sink_flash_attention_reference
 
 
 def draw(layout: SequenceLayout, batch: int = 1, sinks: bool = True) -> dict[str, torch.Tensor]:

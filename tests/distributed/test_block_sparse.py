@@ -10,10 +10,10 @@ import torch
 from sparsek_backend.distributed import SequenceLayout, balanced_layout
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_kernels import block_sparse_attention
-from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
 from tests.distributed import cases
 from tests.distributed.group import Ranks
 from tests.distributed.test_attention import draw, together
+from tests.kernels.block_sparse.reference import block_sparse_attention_reference
 
 
 def draw_mask(patterns: int, rows: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import nsa_compress
-from sparsek_kernels.nsa import reference as ref
+from tests.kernels.nsa import reference as ref
 
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
 

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from sparsek_kernels.common import torch_attention
 from sparsek_kernels.common.operators import new_lse
 from sparsek_kernels.common.precision import compute_dtype, row_sums, softmax_, without_autocast
+from sparsek_kernels.common.torch_attention import Part
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import Span, spans
@@ -24,23 +26,6 @@ def _chunks(rows: slice, per_row: int) -> Iterator[slice]:
     step = max(_CHUNK_ELEMENTS // max(per_row, 1), 1)
     for lo in range(rows.start, rows.stop, step):
         yield slice(lo, min(lo + step, rows.stop))
-
-
-def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """``[n, Hq, D]`` as ``[n, Hkv, G, D]`` in the compute dtype."""
-    return torch.unflatten(x, 1, (num_kv_heads, -1)).to(compute_dtype(x.dtype))
-
-
-def _by_head(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """``[n, Hq, D]`` as ``[Hkv, G, n, D]`` in the compute dtype."""
-    return _grouped(x, num_kv_heads).permute(1, 2, 0, 3)
-
-
-def _by_row(
-    q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """What gradients need of each row, ``[B, N, Hq, D]`` or, of ``[B, Hq, N]``, ``D = 1``."""
-    return q, dout, *(x.transpose(1, 2)[..., None] for x in (lse, delta))
 
 
 def _position(rows: slice, span: Span, device: torch.device) -> torch.Tensor:
@@ -83,15 +68,12 @@ def mean_pool_backward(
     dx.copy_(total)
 
 
-def _compressed_scores(problem: CompressedProblem, rows: slice, span: Span) -> torch.Tensor:
-    """``[Hkv, G, n, C]`` scores, ``-inf`` where the block is not all in the past."""
-    q, k_cmp, spec = problem.q, problem.k_cmp, problem.spec
-    keys = k_cmp[span.batch, span.compressed].to(compute_dtype(q.dtype))
-    heads = _by_head(q[span.batch, rows], k_cmp.shape[2])
-    scores = torch.matmul(heads, keys.permute(1, 2, 0)[:, None]) * problem.softmax_scale
-    last = torch.arange(keys.shape[0], device=q.device) * spec.cmp_stride + spec.cmp_block_size - 1
-    hidden = last[None] > _position(rows, span, q.device)[:, None]
-    return scores.masked_fill_(hidden, float("-inf"))
+def _hidden_blocks(problem: CompressedProblem, rows: slice, span: Span) -> torch.Tensor:
+    """``[n, C]`` bool: blocks that are not all in a query's past."""
+    count, device = span.compressed.stop - span.compressed.start, problem.q.device
+    stride, size = problem.spec.cmp_stride, problem.spec.cmp_block_size
+    last = torch.arange(count, device=device) * stride + size - 1
+    return last > _position(rows, span, device)[:, None]
 
 
 def _compressed_chunks(problem: CompressedProblem) -> Iterator[tuple[Span, slice]]:
@@ -105,20 +87,18 @@ def _compressed_chunks(problem: CompressedProblem) -> Iterator[tuple[Span, slice
             yield span, rows
 
 
+def _compressed_parts(problem: CompressedProblem) -> Iterator[Part]:
+    for span, rows in _compressed_chunks(problem):
+        if span.compressed.stop > span.compressed.start:
+            hidden = _hidden_blocks(problem, rows, span)
+            yield Part(slice(span.batch, span.batch + 1), rows, span.compressed, hidden)
+
+
 @without_autocast
 def compressed_forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` of the compressed branch."""
-    out.zero_()
-    lse.fill_(float("-inf"))
-    for span, rows in _compressed_chunks(problem):
-        if span.compressed.stop == span.compressed.start:
-            continue
-        scores = _compressed_scores(problem, rows, span)
-        probs, total = softmax_(scores)
-        values = problem.v_cmp[span.batch, span.compressed].to(scores.dtype).transpose(0, 1)
-        found = torch.matmul(probs, values[:, None])  # [Hkv, G, n, D]
-        out[span.batch, rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-        lse[span.batch, :, rows] = total[..., 0].flatten(0, 1).to(lse.dtype)
+    inputs, parts = (problem.q, problem.k_cmp, problem.v_cmp), _compressed_parts(problem)
+    torch_attention.forward(*inputs, parts, problem.softmax_scale, out, lse)
 
 
 @without_autocast
@@ -130,32 +110,9 @@ def compressed_backward(
     dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp."""
-    q, k_cmp, v_cmp = problem.q, problem.k_cmp, problem.v_cmp
-    compute = compute_dtype(q.dtype)
-    num_kv_heads = k_cmp.shape[2]
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (k_cmp, v_cmp))
-    by_row = _by_row(q, dout, lse, row_sums(dout, out, dlse))
-    for span, rows in _compressed_chunks(problem):
-        if span.compressed.stop == span.compressed.start:
-            continue
-        heads, upstream, row_lse, row_delta = (
-            _by_head(x[span.batch, rows], num_kv_heads) for x in by_row
-        )
-        probs, _ = softmax_(_compressed_scores(problem, rows, span), row_lse)
-        keys, values = (
-            x[span.batch, span.compressed].to(compute).transpose(0, 1)[:, None]
-            for x in (k_cmp, v_cmp)
-        )
-        dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(row_delta)
-        dscores.mul_(probs).mul_(problem.softmax_scale)
-        found = torch.matmul(dscores, keys)
-        dq[span.batch, rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
-        part_k = torch.matmul(dscores.transpose(2, 3), heads).sum(1)
-        part_v = torch.matmul(probs.transpose(2, 3), upstream).sum(1)
-        dk[span.batch, span.compressed] += part_k.transpose(0, 1)
-        dv[span.batch, span.compressed] += part_v.transpose(0, 1)
-    return dq, dk.to(k_cmp.dtype), dv.to(v_cmp.dtype)
+    inputs, parts = (problem.q, problem.k_cmp, problem.v_cmp), _compressed_parts(problem)
+    scale, delta = problem.softmax_scale, row_sums(dout, out, dlse)
+    return torch_attention.backward(*inputs, parts, scale, dout, (lse, delta))
 
 
 def fold_scores(mass: torch.Tensor, num_blocks: int, spec: NSASpec) -> torch.Tensor:
@@ -196,12 +153,14 @@ def select_forward(
 ) -> None:
     """Fill ``block_indices [B, N, Hkv, top_n]``: ascending, ``-1`` after the last."""
     block_indices.fill_(-1)
-    spec, num_kv_heads = problem.spec, problem.k_cmp.shape[2]
+    spec, k_cmp, by_row = problem.spec, problem.k_cmp, lse.transpose(1, 2)[..., None]
     for span, rows in _compressed_chunks(problem):
         num_blocks = spec.num_selectable(span.keys.stop - span.keys.start)
-        scores = _compressed_scores(problem, rows, span)
-        norm = lse[span.batch, :, rows].to(scores.dtype).unflatten(0, (num_kv_heads, -1))
-        mass = softmax_(scores, norm[..., None])[0].sum(1)  # [Hkv, n, C]
+        hidden = _hidden_blocks(problem, rows, span)
+        part = Part(slice(span.batch, span.batch + 1), rows, span.compressed, hidden)
+        heads, norm = (part.queries(x, k_cmp) for x in (problem.q, by_row))
+        probs, _ = softmax_(part.scores(heads, part.key_rows(k_cmp), problem.softmax_scale), norm)
+        mass = probs[0].unflatten(1, (-1, rows.stop - rows.start)).sum(1)  # [Hkv, n, C]
         own = _position(rows, span, lse.device)[:, None] // spec.sel_block_size
         best = best_blocks(fold_scores(mass, num_blocks, spec), own, spec)
         block_indices[span.batch, rows, :, : best.shape[-1]] = best.transpose(0, 1).int()
@@ -215,55 +174,58 @@ def attend_and_select(
     select_forward(problem, lse, block_indices)
 
 
-def _selected_chunks(
-    problem: SelectedProblem,
-) -> Iterator[tuple[Span, slice, torch.Tensor, torch.Tensor]]:
-    """Spans, query rows, their chosen keys ``[n, Hkv, K]``, and a mask of the visible ones.
+class _ChosenPart(Part):
+    """Tokens as batch entries of one query, with ``keys [b, KV heads, keys]`` of their own."""
+
+    def key_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``[b, KV heads, keys, D]`` of ``x [1, M, Hkv, D]``."""
+        return x[0, self.keys, _heads(x)].to(compute_dtype(x.dtype))
+
+    def add(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add ``x [b, KV heads, keys, D]``, where keys may come again, to ``total``."""
+        where = (self.keys, _heads(total).expand(x.shape[:3]))
+        total[0].index_put_(where, x, accumulate=True)  # type: ignore[arg-type]
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[2], device=x.device)[:, None]
+
+
+def _selected_parts(problem: SelectedProblem, batch: int) -> Iterator[Part]:
+    """Some tokens of a batch entry at a time.
 
     A key that is not visible is replaced by the sequence's first key; block -1 has no visible key.
     """
     shape, size, device = problem.shape, problem.sel_block_size, problem.q.device
-    ordered = problem.block_indices.sort(dim=-1, descending=True).values
+    ordered = problem.block_indices[batch].sort(dim=-1, descending=True).values
     within = torch.arange(size, device=device)
     for span in spans(problem.cu_seqlens, shape.batch, shape.num_q, shape.num_k):
-        chosen = ordered[span.batch, span.rows]
+        chosen = ordered[span.rows]
         width = int((chosen >= 0).sum(-1).max()) if chosen.numel() else 0
-        if width == 0:
+        if span.batch != batch or width == 0:
             continue
         for rows in _chunks(span.rows, shape.num_kv_heads * width * size * shape.head_dim):
-            blocks = ordered[span.batch, rows, :, :width].long()  # [n, Hkv, width]
+            blocks = ordered[rows, :, :width].long()  # [n, Hkv, width]
             token = (blocks[..., None] * size + within).flatten(2)
-            visible = (token >= 0) & (token <= _position(rows, span, device)[:, None, None])
-            yield span, rows, token.masked_fill(~visible, 0) + span.keys.start, visible
+            hidden = (token < 0) | (token > _position(rows, span, device)[:, None, None])
+            keys = token.masked_fill(hidden, 0) + span.keys.start
+            hidden = hidden.repeat_interleave(shape.group, dim=1)[:, :, None]
+            yield _ChosenPart(rows, slice(0, 1), keys, hidden)
 
 
-def _gather(x: torch.Tensor, batch: int, token: torch.Tensor) -> torch.Tensor:
-    """Rows of ``x [B, M, Hkv, D]`` as ``[n, Hkv, K, D]`` in the compute dtype."""
-    head = torch.arange(x.shape[2], device=x.device)[None, :, None]
-    return x[batch][token, head].to(compute_dtype(x.dtype))
-
-
-def _selected_scores(
-    problem: SelectedProblem, heads: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
-    """``[n, Hkv, G, K]`` scores, ``-inf`` where a key is not visible."""
-    scores = torch.matmul(heads, keys.transpose(2, 3)).mul_(problem.softmax_scale)
-    return scores.masked_fill_(~visible[:, :, None], float("-inf"))
+def _by_token(batch: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tokens of a batch entry as batch entries ``[N, 1, Hq, D]`` of one query: views."""
+    return [x[batch][:, None] for x in tensors]
 
 
 @without_autocast
 def selected_forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` of attention inside chosen blocks."""
-    out.zero_()
-    lse.fill_(float("-inf"))
-    q, k, v, num_kv_heads = problem.q, problem.k, problem.v, problem.shape.num_kv_heads
-    for span, rows, token, visible in _selected_chunks(problem):
-        heads = _grouped(q[span.batch, rows], num_kv_heads)
-        keys = _gather(k, span.batch, token)
-        probs, total = softmax_(_selected_scores(problem, heads, keys, visible))
-        found = torch.matmul(probs, _gather(v, span.batch, token))
-        out[span.batch, rows] = found.flatten(1, 2).to(out.dtype)
-        lse[span.batch, :, rows] = total.flatten(1).T.to(lse.dtype)
+    for b in range(problem.shape.batch):
+        q, into = _by_token(b, problem.q, out)
+        pair = (problem.k[b : b + 1], problem.v[b : b + 1])
+        parts, scale = _selected_parts(problem, b), problem.softmax_scale
+        torch_attention.forward(q, *pair, parts, scale, into, lse[b].T[..., None])
 
 
 @without_autocast
@@ -275,27 +237,18 @@ def selected_backward(
     dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    q, k, v = problem.q, problem.k, problem.v
-    compute, num_kv_heads = compute_dtype(q.dtype), problem.shape.num_kv_heads
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (k, v))
-    by_row = _by_row(q, dout, lse, row_sums(dout, out, dlse))
-    for span, rows, token, visible in _selected_chunks(problem):
-        heads, upstream, row_lse, row_delta = (
-            _grouped(x[span.batch, rows], num_kv_heads) for x in by_row
+    delta = row_sums(dout, out, dlse)
+    dq, dk, dv = (torch.empty_like(x) for x in (problem.q, problem.k, problem.v))
+    for b in range(problem.shape.batch):
+        q, upstream = _by_token(b, problem.q, dout)
+        pair = (problem.k[b : b + 1], problem.v[b : b + 1])
+        parts, scale = _selected_parts(problem, b), problem.softmax_scale
+        sums = (lse[b].T[..., None], delta[b].T[..., None])
+        by_token, dk[b : b + 1], dv[b : b + 1] = torch_attention.backward(
+            q, *pair, parts, scale, upstream, sums
         )
-        keys, values = (_gather(x, span.batch, token) for x in (k, v))
-        probs, _ = softmax_(_selected_scores(problem, heads, keys, visible), row_lse)
-        dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(row_delta)
-        dscores.mul_(probs).mul_(problem.softmax_scale)
-        dq[span.batch, rows] = torch.matmul(dscores, keys).flatten(1, 2).to(dq.dtype)
-        head = torch.arange(num_kv_heads, device=q.device)[None, :, None].expand_as(token)
-        for total, part in (
-            (dk, torch.matmul(dscores.transpose(2, 3), heads)),
-            (dv, torch.matmul(probs.transpose(2, 3), upstream)),
-        ):
-            total[span.batch].index_put_((token, head), part, accumulate=True)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        dq[b] = by_token[:, 0]
+    return dq, dk, dv
 
 
 def gated_forward(

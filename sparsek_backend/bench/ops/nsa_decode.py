@@ -20,11 +20,11 @@ from sparsek_backend.bench.registry import (
     Provider,
     register,
 )
+from sparsek_kernels.nsa.api import nsa_compress, nsa_select
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate
 from sparsek_kernels.nsa.paged.api import compress_new_blocks, nsa_paged_attention
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
-from sparsek_kernels.nsa.reference import block_scores, phi_reference, select_reference
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
@@ -144,23 +144,12 @@ def _expected(
 
 
 def _chosen(inputs: Inputs, request: int, head: int) -> torch.Tensor:
-    """Blocks that the oracle selects from the stored compressed keys: [top_n]."""
+    """Blocks that torch selects in fp64 from the stored compressed keys: [top_n]."""
     length = int(inputs.batch.seq_lens[request])
-    q = inputs.heads(inputs.q[request], head).double()
+    q = inputs.heads(inputs.q[request], head)[None, None].double()
     hidden = SPEC.strides_per_cmp - 1
     keys = inputs.rows(inputs.pages.k_cmp, request, head, SPEC.num_compressed(length) + hidden)
-    probs = torch.softmax(q @ keys[hidden:].double().T * inputs.scale, dim=-1)
-    scores = block_scores(
-        probs[:, None].cpu(),
-        SPEC.num_selectable(length),
-        1,
-        SPEC.cmp_block_size,
-        SPEC.cmp_stride,
-        SPEC.sel_block_size,
-    )
-    return select_reference(
-        scores, length, SPEC.sel_block_size, SPEC.top_n, SPEC.num_init_blocks, SPEC.num_local_blocks
-    )[0, 0]
+    return nsa_select(q, keys[None, hidden:, None].double(), seq_len=length)[0, 0, 0]
 
 
 def _last_compressed(
@@ -171,23 +160,18 @@ def _last_compressed(
     start = length - SPEC.cmp_block_size
     if start < 0 or start % SPEC.cmp_stride:
         return None
-    key, value = (
-        phi_reference(
-            inputs.rows(cache, request, head, length)[start:].to(dtype)[None, :, None],
-            *(x.to(dtype) for x in phi),
-        )
-        for cache, phi in (
-            (inputs.pages.k_raw, inputs.compression.phi_k),
-            (inputs.pages.v_raw, inputs.compression.phi_v),
-        )
-        if phi is not None
+    k, v = (
+        inputs.rows(cache, request, head, length)[None, start:, None].to(dtype)
+        for cache in (inputs.pages.k_raw, inputs.pages.v_raw)
     )
-    rope_freqs = inputs.compression.rope_freqs
+    made = inputs.compression
+    phi_k, phi_v = (x and PhiWeights(*(y.to(dtype) for y in x)) for x in (made.phi_k, made.phi_v))
+    key, value = nsa_compress(k, v, phi_k=phi_k, phi_v=phi_v)
+    rope_freqs = made.rope_freqs
     if rope_freqs is not None:
-        place = torch.tensor([start], device=key.device)
         rope_freqs = rope_freqs.double() if dtype == torch.float64 else rope_freqs
-        key = rotate(key[None], place, rope_freqs)[0]
-    return key[0, 0], value[0, 0]
+        key = rotate(key, torch.tensor([start], device=key.device), rope_freqs)
+    return key[0, 0, 0], value[0, 0, 0]
 
 
 def _gate(inputs: Inputs, out: torch.Tensor) -> GateResult:

@@ -1,4 +1,4 @@
-"""Paged inputs of the serving ops, and an fp64 oracle that checks a few tiles of them."""
+"""Paged inputs of the serving ops, and a check of a few tiles of them against the fp64 oracles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
@@ -15,8 +14,12 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.pages import summary_bytes
-from sparsek_kernels.paged.policy import CELL_SIZE, SEGMENT, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
+from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.reference import (
+    exact_masses_reference,
+    tile_scores_reference,
+    visible_reference,
+)
 
 DEFAULTS: dict[str, Param] = {
     "num_heads": 32,
@@ -128,6 +131,11 @@ class PagedInputs:
         k, v = (cache[pages, head].flatten(0, 1)[:length] for cache in (self.k_cache, self.v_cache))
         return k, v
 
+    def of_tile(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Queries [rows, G, D], keys [seq_len, 1, D] and positions, as the oracles take them."""
+        k, _ = self.keys_of(tile.request, tile.head)
+        return self.tile_rows(self.q, tile), k[:, None], list(tile.positions)
+
 
 def shuffled_pages(counts: Sequence[int], width: int, generator: torch.Generator) -> torch.Tensor:
     """Block table ``[requests, width]`` int32 of requests with ``counts`` pages in random order."""
@@ -180,45 +188,6 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     )
 
 
-def candidate_scores(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy) -> torch.Tensor:
-    """Score by means of keys of every block before the tile's last query: [blocks] float64."""
-    q, size = inputs.tile_rows(inputs.q, tile).double(), policy.sel_block_size
-    k, _ = inputs.keys_of(tile.request, tile.head)
-    cells = torch.unflatten(k[: len(k) // CELL_SIZE * CELL_SIZE], 0, (-1, CELL_SIZE))
-    means, per_block = cells.double().mean(1), size // CELL_SIZE
-    total = torch.zeros(tile.positions[-1] // size, dtype=torch.float64, device=q.device)
-    for row in sampled_queries(tile.positions, policy):
-        own = tile.positions[row] // size
-        logits = q[row] @ means[: own * per_block].T * inputs.softmax_scale
-        total[:own] += torch.unflatten(logits, -1, (own, per_block)).amax(-1).softmax(-1).sum(0)
-    return total
-
-
-def exact_masses(
-    inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, listed: torch.Tensor
-) -> torch.Tensor:
-    """What each of a tile's ranking queries gives to every block: [samples, blocks] float64.
-
-    Shares are of what it gives to the `listed` blocks ([blocks] bool), the sinks and the window.
-    """
-    q = inputs.tile_rows(inputs.q, tile).double()
-    k, _ = inputs.keys_of(tile.request, tile.head)
-    size = policy.sel_block_size
-    first_local, _ = policy.local_range(tile.positions[0])
-    block = torch.arange(ceil_div(len(k), size), device=q.device)
-    read = (block < policy.sink_blocks) | (block >= first_local)
-    read[: len(listed)] |= listed
-    masses = []
-    for row in ranking_queries(tile.positions, policy):
-        seen = k[: tile.positions[row] + 1].double()
-        known = read.repeat_interleave(size)[: len(seen)]
-        logits = q[row] @ seen.T * inputs.softmax_scale
-        probs = logits.masked_fill(~known, float("-inf")).softmax(-1).sum(0)
-        padded = F.pad(probs, (0, len(block) * size - len(seen)))
-        masses.append(torch.unflatten(padded, 0, (-1, size)).sum(-1))
-    return torch.stack(masses)
-
-
 _LIST_SLACK, _MASS_SLACK = 0.05, 0.02
 """Scores that differ by less, relatively, may stand in for each other: means are rounded, and
 masses are shares of lists that may differ by these."""
@@ -235,26 +204,28 @@ def wrong_selection(
     if blocks.numel() and (int(blocks.min()) < first or int(blocks.max()) >= last):
         return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
     blocks = blocks.to(inputs.q.device)
-    scores = candidate_scores(inputs, tile, policy)
-    scores[:first] = scores[last:] = -1.0
-    listed = min(policy.listed_blocks, last - first)
-    least = float(scores.topk(listed).values[-1])
-    if listed == last - first:
-        surely = perhaps = scores >= 0.0
-    else:
-        surely, perhaps = scores > (1 + _LIST_SLACK) * least, scores >= (1 - _LIST_SLACK) * least
-    if not bool(perhaps[blocks].all()):
-        return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
-    mine = torch.zeros_like(surely)
-    mine[blocks] = True
-    highest = torch.zeros_like(surely)
-    highest[scores.topk(listed).indices] = True
-    reason = ""
-    for some in (perhaps, surely | mine, highest & perhaps):  # a sample's shares depend on the list
-        masses = exact_masses(inputs, tile, policy, some)
-        reason = _not_the_best(blocks, masses.amax(0), surely, _MASS_SLACK)
-        if not reason:
-            break
+    of_tile = inputs.of_tile(tile)
+    with inputs.q.device:
+        scores = tile_scores_reference(*of_tile, policy, inputs.softmax_scale)[0]
+        scores[:first] = -1.0
+        listed = min(policy.listed_blocks, last - first)
+        least = float(scores.topk(listed).values[-1])
+        if listed == last - first:
+            surely = perhaps = scores >= 0.0
+        else:
+            surely = scores > (1 + _LIST_SLACK) * least
+            perhaps = scores >= (1 - _LIST_SLACK) * least
+        if not bool(perhaps[blocks].all()):
+            return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
+        mine, highest = torch.zeros_like(surely), torch.zeros_like(surely)
+        mine[blocks] = highest[scores.topk(listed).indices] = True
+        reason = ""
+        for some in (perhaps, surely | mine, highest & perhaps):  # shares depend on the list
+            lists = [some.nonzero().flatten().tolist()]
+            masses = exact_masses_reference(*of_tile, lists, policy, inputs.softmax_scale)[:, 0]
+            reason = _not_the_best(blocks, masses.amax(0), surely, _MASS_SLACK)
+            if not reason:
+                break
     return reason
 
 
@@ -277,26 +248,14 @@ def attend_tile(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Attention of one tile over sinks, chosen and local blocks in `dtype`: [rows, G, D]."""
-    k, v = inputs.keys_of(tile.request, tile.head)
-    q = inputs.tile_rows(inputs.q, tile)
-    size = policy.sel_block_size
-    outputs = []
-    for index, position in enumerate(tile.positions):
-        if policy.sees_all(position):
-            seen = torch.arange(position + 1)
-        else:
-            local = range(*policy.local_range(position))
-            blocks = sorted({*range(policy.sink_blocks), *local, *chosen[chosen >= 0].tolist()})
-            seen = torch.cat([torch.arange(b * size, (b + 1) * size) for b in blocks])
-            seen = seen[seen <= position]
-        seen = seen.to(q.device)
-        result = attend_head(
-            q[index : index + 1],
-            k[seen],
-            v[seen],
-            MaskRule(causal=False),
-            dtype=dtype,
-            softmax_scale=inputs.softmax_scale,
-        )
-        outputs.append(result.out)
+    q, k, positions = inputs.of_tile(tile)
+    _, v = inputs.keys_of(tile.request, tile.head)
+    listed, scale = [chosen[chosen >= 0].tolist()], inputs.softmax_scale
+    with q.device:
+        visible = visible_reference(q, k, positions, policy, scale, lambda *_: listed)[:, 0]
+    every = MaskRule(causal=False)
+    outputs = [
+        attend_head(row[None], k[seen, 0], v[seen], every, dtype=dtype, softmax_scale=scale).out
+        for row, seen in zip(q, visible, strict=True)
+    ]
     return torch.cat(outputs)

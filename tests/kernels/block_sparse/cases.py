@@ -9,8 +9,8 @@ import torch
 from sparsek_kernels.block_sparse import launch
 from sparsek_kernels.block_sparse.config import LaunchConfig
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
-from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
 from sparsek_kernels.block_sparse.structure import BlockStructure, indices_of_mask
+from tests.kernels.block_sparse.reference import block_sparse_attention_reference
 from tests.kernels.sink_window.cases import problems
 
 RNG_STATE = (0x1234_5678_9ABC_DEF0, 7 << 30)

@@ -17,10 +17,10 @@ from sparsek_kernels.block_sparse.config import (
     hopper_stages,
     select_config,
 )
-from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
 from sparsek_kernels.block_sparse.structure import BlockStructure
 from sparsek_kernels.common.device import device_arch
 from tests.kernels.block_sparse.cases import Case, check, kernels, make, structure_of_mask
+from tests.kernels.block_sparse.reference import block_sparse_attention_reference
 
 pytestmark = pytest.mark.gpu
 

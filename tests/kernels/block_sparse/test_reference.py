@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from sparsek_kernels.block_sparse.reference import (
+from tests.kernels.block_sparse.reference import (
     block_sparse_attention_reference,
     block_sparse_mask,
     dropout_factors,

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from sparsek_kernels import nsa_attention
-from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.compress import launch as launch_compress
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
@@ -36,6 +35,7 @@ from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
 from tests.kernels.interpreter import hasten_interpreter
+from tests.kernels.nsa import reference as ref
 from tests.kernels.nsa.choice_cases import run_best, run_summed
 from tests.kernels.nsa.judge import Judge
 

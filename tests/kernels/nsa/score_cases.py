@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import TileConfig, select_config
@@ -25,6 +24,7 @@ from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.sequences import compressed_rows, spans
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
+from tests.kernels.nsa import reference as ref
 
 FULL = NSASpec()
 DENSE = NSASpec(8, 4, 16, 5)  # FULL's strides per block, in fewer tokens: more tiles of keys

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.api import (
     compressed_attention,
     nsa_attention,
@@ -20,6 +19,7 @@ from sparsek_kernels.nsa.api import (
 )
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
+from tests.kernels.nsa import reference as ref
 
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 5}
 CASES = {
@@ -252,3 +252,12 @@ def test_public_names_are_exported() -> None:
 
     for name in ("nsa_attention", "nsa_compress", "nsa_select", "selected_attention"):
         assert callable(getattr(sparsek_kernels, name))
+
+
+def test_selected_attention_of_no_sequences() -> None:
+    q, k, v = (torch.randn(0, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    out = selected_attention(q, k, v, torch.zeros(0, 8, 2, 3, dtype=torch.int32))
+    out.sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert x.grad.shape == x.shape

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.api import nsa_attention, nsa_compress
+from tests.kernels.nsa import reference as ref
 
 naive = pytest.importorskip("fla.ops.nsa.naive", reason="pip install fla-core==0.6.0 einops")
 

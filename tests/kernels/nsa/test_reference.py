@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsek_kernels.nsa import reference as ref
+from tests.kernels.nsa import reference as ref
 
 
 def test_equal_blocks_score_as_their_probability() -> None:

@@ -10,8 +10,8 @@ import torch
 from sparsek_kernels.sink_window import launch
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, TileConfig, select_config
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
-from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from sparsek_kernels.sink_window.spec import AttentionSpec
+from tests.kernels.sink_window.reference import sink_flash_attention_reference
 
 
 @dataclass(frozen=True)

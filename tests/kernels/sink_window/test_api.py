@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_kernels import sink_flash_attention
-from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from tests import processes
+from tests.kernels.sink_window.reference import sink_flash_attention_reference
 
 MASKS = [
     {},

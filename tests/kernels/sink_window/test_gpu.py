@@ -11,8 +11,8 @@ from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
-from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from tests.kernels.sink_window.cases import Case, check, kernels, long_config, make
+from tests.kernels.sink_window.reference import sink_flash_attention_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from sparsek_kernels.sink_window.reference import (
+from tests.kernels.sink_window.reference import (
     sink_flash_attention_reference,
     sink_window_mask,
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.patterns.training import WindowErrors, fit_windows, window_sizes
-from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
+from tests.kernels.block_sparse.reference import block_sparse_attention_reference
 
 BLOCK, TOKENS = 16, 90
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparsek_kernels.paged.attend.cpu_parts import attend_keys, attend_tail
+from sparsek_kernels.paged.attend.cpu_parts import attend_blocks
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequence
@@ -74,30 +74,23 @@ def attend_tiles(
         q: ``[T, Hkv, G, Q, D]``.
         chosen: of these tiles, or ``None``.
     """
-    sel_block_size = policy.sel_block_size
-    selected, tail = (None, None) if chosen is None else (chosen.indices.long(), chosen.tail)
+    if chosen is not None and chosen.tail is not None:
+        out, lse = attend_blocks(q.squeeze(3), operands, group, chosen, policy)
+        sinks = None if operands.sinks is None else operands.sinks.view(lse.shape[1:])
+        return merge_shards(out[None], lse[None], sinks).to(q.dtype).unsqueeze(3)
+    selected = None if chosen is None else chosen.indices.long()
     joined = join_kv(operands.k_cache, operands.v_cache)
     caches = (operands.k_cache, operands.v_cache) if joined is None else (joined,)
     gathered = []
     for cache in caches:
-        reader = block_reader(cache, sel_block_size)
-        rows = reader.read(group.names(reader, selected, sel_block_size)).flatten(2, 3)
+        reader = block_reader(cache, policy.sel_block_size)
+        rows = reader.read(group.names(reader, selected, policy.sel_block_size)).flatten(2, 3)
         rows = rows[:, :, : group.num_keys]
         if group.stale is not None:
             rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
         gathered.append(rows)
     k, v = gathered if joined is None else gathered[0].chunk(2, dim=-1)
-    if tail is None:
-        bias = group.bias_as(q.dtype)
-        return _sdpa(q, k, v, bias, operands.softmax_scale, operands.sinks)
-    hidden = torch.zeros(1, 1, k.shape[2], dtype=torch.bool)
-    if group.bias is not None:
-        hidden = group.bias[:, :, 0] != 0
-    near = attend_keys(q.squeeze(3), k, v, hidden, operands.softmax_scale)
-    far = attend_tail(tail, operands, group, policy)
-    outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
-    sinks = None if operands.sinks is None else operands.sinks.view(lses.shape[2:])
-    return merge_shards(outs, lses, sinks).to(q.dtype).unsqueeze(3)
+    return _sdpa(q, k, v, group.bias_as(q.dtype), operands.softmax_scale, operands.sinks)
 
 
 def attend_dense(

@@ -6,9 +6,11 @@ import math
 
 import torch
 
-from sparsek_kernels.paged.chosen import Tail
+from sparsek_kernels.paged.chosen import Chosen, Tail
+from sparsek_kernels.paged.cpu.gather import block_reader
 from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup
+from sparsek_kernels.paged.merge import merge_shards
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy
 from sparsek_kernels.paged.record import read_value_means, view_records
@@ -35,6 +37,45 @@ def attend_keys(
     logits = torch.matmul(q.float() * softmax_scale, k.mT)
     logits = logits.masked_fill(hidden.unsqueeze(2), float("-inf"))
     return _attend_logits(logits, v.masked_fill(hidden.unsqueeze(-1), 0.0))
+
+
+def attend_blocks(
+    q: torch.Tensor,
+    operands: PagedOperands,
+    group: TileGroup,
+    chosen: Chosen | None,
+    rule: SelectionPolicy,
+    here: HeldPages | None = None,
+) -> Part:
+    """Attention of single tokens over chosen blocks, sinks, window, and the tail of the others.
+
+    Args:
+        q: ``[T, Hkv, G, D]``.
+        here: which pages this rank holds, where several ranks have them between them.
+    """
+    size, heads = rule.sel_block_size, q.shape[1]
+    selected, tail = (None, None) if chosen is None else (chosen.indices.long(), chosen.tail)
+    blocks = group.forced.expand(-1, heads, -1)
+    if selected is not None:
+        blocks = torch.cat([selected, blocks], dim=-1)
+    positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)[..., : group.num_keys]
+    hidden = torch.zeros_like(positions, dtype=torch.bool) if here is None else ~here.has(positions)
+    if group.bias is not None:
+        hidden |= group.bias[:, :, 0] != 0
+
+    def read(cache: torch.Tensor) -> torch.Tensor:
+        reader = block_reader(cache, size)
+        rows = reader.read(group.names(reader, selected, size)).flatten(2, 3)
+        return rows[:, :, : group.num_keys]
+
+    near = attend_keys(
+        q, read(operands.k_cache), read(operands.v_cache), hidden, operands.softmax_scale
+    )
+    if tail is None:
+        return near
+    far = attend_tail(tail, operands, group, rule, here)
+    outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
+    return merge_shards(outs, lses), lses.logsumexp(0)
 
 
 def attend_tail(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.paged.attend.cpu_parts import attend_keys, attend_tail
+from sparsek_kernels.paged.attend.cpu_parts import attend_blocks, attend_keys
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.cpu.gather import RunReader, block_reader
+from sparsek_kernels.paged.cpu.gather import RunReader
 from sparsek_kernels.paged.cpu.held import HeldPages
-from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes
-from sparsek_kernels.paged.merge import merge_shards
+from sparsek_kernels.paged.cpu.plan import plan_decodes
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import SelectionPolicy
 
 
 def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | None) -> None:
@@ -30,7 +28,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
     if plan.group is not None:
         held = (batch.block_table >= 0).index_select(0, plan.requests)
         mine = None if chosen is None else chosen.of_tiles(plan.rows, plan.lists)
-        out[plan.rows], lse[plan.rows] = _attend_blocks(
+        out[plan.rows], lse[plan.rows] = attend_blocks(
             q.index_select(0, plan.rows),
             operands,
             plan.group,
@@ -58,37 +56,3 @@ def _attend_everything(
     return attend_keys(
         q, read(operands.k_cache), read(operands.v_cache), hidden[:, None], operands.softmax_scale
     )
-
-
-def _attend_blocks(
-    q: torch.Tensor,
-    operands: PagedOperands,
-    group: TileGroup,
-    chosen: Chosen | None,
-    rule: SelectionPolicy,
-    here: HeldPages,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of single tokens ``q [T, Hkv, G, D]`` over the blocks that this rank holds."""
-    size, heads = rule.sel_block_size, q.shape[1]
-    selected, tail = (None, None) if chosen is None else (chosen.indices.long(), chosen.tail)
-    blocks = group.forced.expand(-1, heads, -1)
-    if selected is not None:
-        blocks = torch.cat([selected, blocks], dim=-1)
-    positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)[..., : group.num_keys]
-    hidden = ~here.has(positions)
-    if group.bias is not None:
-        hidden |= group.bias[:, :, 0] != 0
-
-    def read(cache: torch.Tensor) -> torch.Tensor:
-        reader = block_reader(cache, size)
-        rows = reader.read(group.names(reader, selected, size)).flatten(2, 3)
-        return rows[:, :, : group.num_keys]
-
-    near = attend_keys(
-        q, read(operands.k_cache), read(operands.v_cache), hidden, operands.softmax_scale
-    )
-    if tail is None:
-        return near
-    far = attend_tail(tail, operands, group, rule, here)
-    outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
-    return merge_shards(outs, lses), lses.logsumexp(0)

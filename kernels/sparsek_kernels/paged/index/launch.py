@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.config import top_warps
@@ -111,26 +112,15 @@ def top_blocks(call: Selection, step: Step, out: torch.Tensor, scores: Scores) -
     blocks = max(call.max_blocks, _fewest_blocks(policy), 16)
     warps, registers = top_warps(blocks)
     run(
-        top_blocks_kernel,
-        (step.count, call.heads),
-        out,
-        scores.values,
-        batch.seq_lens if call.tiles is None else call.tiles,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        policy.dense_below,
-        step.first,
-        call.width,
-        *out.stride()[:2],
-        *scores.strides,
-        FROM_LOGITS=scores.logit_rows > 0,
-        COUNT=out.shape[2],
-        MAX_BLOCKS=next_power_of_2(blocks),
-        num_warps=warps,
-        maxnreg=registers,
+        top_blocks_kernel, (step.count, call.heads),
+        out, scores.values, *pointers(batch.seq_lens, call.tiles),
+        batch.seq_lens, batch.cu_seqlens_q, policy.dense_below, step.first, call.width,
+        *out.stride()[:2], *scores.strides,
+        FROM_LOGITS=scores.logit_rows > 0, COUNT=out.shape[2], MAX_BLOCKS=next_power_of_2(blocks),
+        num_warps=warps, maxnreg=registers,
         **call.tile_keys() | ({"GROUP": scores.logit_rows} if scores.logit_rows else {}),
         **overlap_options(scores.values.device),
-    )
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)

@@ -28,23 +28,9 @@ def write_kv(
     block_d = next_power_of_2(dim)
     block_h = max(1, min(next_power_of_2(heads), 256 // block_d))
     run(
-        write_kv_kernel,
-        (tokens, ceil_div(heads, block_h)),
-        k_cache,
-        v_cache,
-        key,
-        value,
-        slot_mapping,
-        1.0 / k_scale,
-        1.0 / v_scale,
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        NUM_HEADS=heads,
-        HEAD_DIM=dim,
-        BLOCK_D=block_d,
-        BLOCK_H=block_h,
-        PAGE_SIZE=page_size,
+        write_kv_kernel, (tokens, ceil_div(heads, block_h)),
+        k_cache, v_cache, key, value, slot_mapping, 1.0 / k_scale, 1.0 / v_scale,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *key.stride()[:2], *value.stride()[:2],
+        NUM_HEADS=heads, HEAD_DIM=dim, BLOCK_D=block_d, BLOCK_H=block_h, PAGE_SIZE=page_size,
         num_warps=4,
-    )
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import next_power_of_2
@@ -39,25 +40,14 @@ def _write_means(
     _, heads, page_size, dim = k_cache.shape
     means = view_means(k_summary, page_size, dim)
     run(
-        write_means_kernel,
-        (ceil_div(most_tokens, CELL_SIZE), heads, batch.num_requests),
-        means,
-        k_cache,
-        k_cache if batch.rotation is None else batch.rotation,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
+        write_means_kernel, (ceil_div(most_tokens, CELL_SIZE), heads, batch.num_requests),
+        means, k_cache, *pointers(k_cache, batch.rotation),
+        batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
         0 if batch.rotation is None else batch.rotation.shape[0],
-        *means.stride()[:2],
-        *k_cache.stride()[:3],
-        batch.block_table.stride(0),
-        HEAD_DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        PAGE_SIZE=page_size,
-        CELL=CELL_SIZE,
-        TURN_BACK=batch.rotation is not None,
-        num_warps=4,
-    )
+        *means.stride()[:2], *k_cache.stride()[:3], batch.block_table.stride(0),
+        HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), PAGE_SIZE=page_size, CELL=CELL_SIZE,
+        TURN_BACK=batch.rotation is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
@@ -104,54 +94,25 @@ def block_scores(call: Selection, step: Step, most: int) -> Scores:
     }
     turned = batch.rotation is not None
     run(
-        average_logits_kernel,
-        (shares, call.heads, step.count),
-        logits,
-        lse,
-        q,
-        means,
-        q if batch.rotation is None else batch.rotation,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        0.5 * call.qk_scale,
-        policy.dense_below,
-        step.first,
+        average_logits_kernel, (shares, call.heads, step.count),
+        logits, lse, q, means, *pointers(q, batch.rotation),
+        batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+        0.5 * call.qk_scale, policy.dense_below, step.first,
         0 if batch.rotation is None else batch.rotation.shape[0],
-        num_heads * width,
-        width,
-        *q.stride()[:2],
-        *means.stride()[:2],
-        batch.block_table.stride(0),
-        HEAD_DIM=dim,
-        BLOCK_D=max(next_power_of_2(dim), 16),
-        BLOCK_M=config.block_m,
-        PAGE_SIZE=page_size,
-        TURN_BACK=turned,
-        TWO_TERMS=turned or q.dtype != torch.bfloat16,
-        NUM_STAGES=config.num_stages,
-        **rule,
-    )
+        num_heads * width, width,
+        *q.stride()[:2], *means.stride()[:2], batch.block_table.stride(0),
+        HEAD_DIM=dim, BLOCK_D=max(next_power_of_2(dim), 16), BLOCK_M=config.block_m,
+        PAGE_SIZE=page_size, TURN_BACK=turned, TWO_TERMS=turned or q.dtype != torch.bfloat16,
+        NUM_STAGES=config.num_stages, **rule,
+    )  # fmt: skip
     scores = workspace(q.device, "scores", most * call.heads * call.width, torch.float32)
     per_block = next_power_of_2(policy.sel_block_size // CELL_SIZE + 1)
     block_b = max(_SCORES // per_block, 1)
     run(
-        block_scores_kernel,
-        (ceil_div(call.max_blocks, block_b), call.heads, step.count),
-        scores,
-        logits,
-        lse,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        policy.dense_below,
-        step.first,
-        shares,
-        call.heads * call.width,
-        call.width,
-        num_heads * width,
-        width,
-        BLOCK_B=block_b,
-        BLOCK_S=next_power_of_2(shares),
-        **rule,
-    )
+        block_scores_kernel, (ceil_div(call.max_blocks, block_b), call.heads, step.count),
+        scores, logits, lse, batch.seq_lens, batch.cu_seqlens_q,
+        policy.dense_below, step.first, shares,
+        call.heads * call.width, call.width, num_heads * width, width,
+        BLOCK_B=block_b, BLOCK_S=next_power_of_2(shares), **rule,
+    )  # fmt: skip
     return Scores(scores, (call.heads * call.width, call.width, 0))

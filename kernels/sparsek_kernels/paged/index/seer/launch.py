@@ -6,6 +6,7 @@ import torch
 
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import next_power_of_2
@@ -58,30 +59,15 @@ def _write_gate_keys(
     _, heads, page_size, dim = k_cache.shape
     kept = view_gate_keys(k_summary, page_size, size, dim)
     run(
-        write_gate_keys_kernel,
-        (ceil_div(most_tokens, size), heads, batch.num_requests),
-        kept,
-        k_cache,
-        gates.key,
-        gates.key if gates.key_norm is None else gates.key_norm,
-        gates.key if batch.rotation is None else batch.rotation,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
+        write_gate_keys_kernel, (ceil_div(most_tokens, size), heads, batch.num_requests),
+        kept, k_cache, gates.key, *pointers(gates.key, gates.key_norm, batch.rotation),
+        batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
         0 if batch.rotation is None else batch.rotation.shape[0],
-        *kept.stride()[:2],
-        *k_cache.stride()[:3],
-        batch.block_table.stride(0),
-        HEAD_DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        COLUMNS=_COLUMNS,
-        PAGE_SIZE=page_size,
-        SEL_BLOCK=size,
-        NORM=gates.key_norm is not None,
-        NORM_EPS=NORM_EPS,
-        TURN=batch.rotation is not None,
-        num_warps=4,
-    )
+        *kept.stride()[:2], *k_cache.stride()[:3], batch.block_table.stride(0),
+        HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), COLUMNS=_COLUMNS, PAGE_SIZE=page_size,
+        SEL_BLOCK=size, NORM=gates.key_norm is not None, NORM_EPS=NORM_EPS,
+        TURN=batch.rotation is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def gate_logits(call: Selection, step: Step, most: int, gates: Gates) -> Scores:
@@ -103,45 +89,19 @@ def gate_logits(call: Selection, step: Step, most: int, gates: Gates) -> Scores:
         **call.rule(),
     }
     run(
-        gate_queries_kernel,
-        (step.count, heads),
-        queries,
-        q,
-        gates.query,
-        gates.query if gates.query_norm is None else gates.query_norm,
-        gates.query if batch.rotation is None else batch.rotation,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        policy.dense_below,
-        step.first,
-        0 if batch.rotation is None else batch.rotation.shape[0],
-        *q.stride()[:2],
-        GROUP=call.group,
-        COLUMNS=_COLUMNS,
-        NORM=gates.query_norm is not None,
-        NORM_EPS=NORM_EPS,
-        TURN=batch.rotation is not None,
-        **shape,
-    )
+        gate_queries_kernel, (step.count, heads),
+        queries, q, gates.query, *pointers(gates.query, gates.query_norm, batch.rotation),
+        batch.seq_lens, batch.cu_seqlens_q, policy.dense_below, step.first,
+        0 if batch.rotation is None else batch.rotation.shape[0], *q.stride()[:2],
+        GROUP=call.group, COLUMNS=_COLUMNS, NORM=gates.query_norm is not None, NORM_EPS=NORM_EPS,
+        TURN=batch.rotation is not None, **shape,
+    )  # fmt: skip
     programs = max(4 * multiprocessors(q.device) // (most * heads), 1)
     run(
-        gate_logits_kernel,
-        (min(ceil_div(call.max_blocks, _BLOCKS), programs), heads, step.count),
-        logits,
-        queries,
-        kept,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        dim**-0.5 * LOG2E.value,
-        policy.dense_below,
-        step.first,
-        heads * call.width,
-        call.width,
-        *kept.stride()[:2],
-        batch.block_table.stride(0),
-        BLOCK_N=_BLOCKS,
-        PAGE_SIZE=page_size,
-        **shape,
-    )
+        gate_logits_kernel, (min(ceil_div(call.max_blocks, _BLOCKS), programs), heads, step.count),
+        logits, queries, kept, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+        dim**-0.5 * LOG2E.value, policy.dense_below, step.first,
+        heads * call.width, call.width, *kept.stride()[:2], batch.block_table.stride(0),
+        BLOCK_N=_BLOCKS, PAGE_SIZE=page_size, **shape,
+    )  # fmt: skip
     return Scores(logits, (heads * call.width, call.width, 0), logit_rows=1)

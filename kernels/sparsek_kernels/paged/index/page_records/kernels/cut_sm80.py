@@ -428,7 +428,7 @@ def cut_cells_kernel(
             x = ()
             for pair in gl.static_range(first // 2, (first + WIDE) // 2):
                 a, b = two_words(weights.index(turn), pair, ROWS)
-                x = x + left_of(a, b, f0, f1)  # type: ignore[assignment]
+                x = x + left_of(a, b, f0, f1)
             part = fold(fold(x[0], x[1], bit0, 1), fold(x[2], x[3], bit0, 1), bit1, 2)  # type: ignore[misc]
             if WIDE == 4:
                 part = fold(part, part, bit2, 4)

@@ -1,7 +1,7 @@
 """Oracle of native sparse attention (arXiv 2502.11089): plain torch, one sequence at a time.
 
 Written to be read against the paper's equations, differentiable by autograd, with full matrices.
-It shares nothing with the other implementations of this package.
+It shares nothing with the implementations of the package.
 """
 
 from __future__ import annotations
