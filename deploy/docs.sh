@@ -2,6 +2,7 @@
 # Build the documentation site into site/ and check its links. Needs: pip install '.[docs]'.
 # --serve shows it on http://127.0.0.1:8000 and builds it again when a page changes.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# //p' "$0" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${SK_VENV:-.venv}/bin/python

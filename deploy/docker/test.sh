@@ -2,6 +2,7 @@
 # Build the CPU image, serve it with compose and Prometheus, ask it, and read its counters. Needs Docker.
 # `--gpu` builds the GPU image too, which downloads vLLM's image (about 10 GB).
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# //p' "$0" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 profile=cpu

@@ -6,6 +6,7 @@ set -euo pipefail
 
 # shellcheck source=deploy/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+help_on "$@"
 python=$VENV/bin/python
 work=$(mktemp -d)
 pids=()
@@ -52,7 +53,7 @@ document=$work/document.txt
 "$python" -c 'from sparsek_backend.models import fetch_texts; print((fetch_texts() / "1862-Lincoln-1.txt").read_text()[:20000])' >"$document"
 for _ in 1 2 3; do # a rate needs several scrapes
     "$python" examples/clients/client.py --document "$document"
-    if [ -d "$work/node" ]; then node "$work/node/client.mjs" http://127.0.0.1:8000 "$document"; fi
+    if [ -d "$work/node" ]; then node "$work/node/client.mjs" --document "$document"; fi
     sleep 6
 done
 "$python" deploy/grafana/panels_have_data.py http://127.0.0.1:9090

@@ -1,11 +1,15 @@
 // Talk to a SparseK server with OpenAI's Node client: stream, ask about a document, call a tool.
 //
 //   npm install openai        (Node 22 or later)
-//   node client.mjs http://127.0.0.1:8000 report.txt
+//   node client.mjs --url http://127.0.0.1:8000 --document report.txt
 import { readFile } from "node:fs/promises";
+import { basename } from "node:path";
+import { parseArgs } from "node:util";
 import OpenAI from "openai";
 
-const [url = "http://127.0.0.1:8000", document] = process.argv.slice(2);
+const { url, document } = parseArgs({
+  options: { url: { type: "string", default: "http://127.0.0.1:8000" }, document: { type: "string" } },
+}).values;
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", timeout: 600_000 });
 const model = (await models()).data[0].id;
 
@@ -71,7 +75,7 @@ async function refusedEmbeddings() {
 console.log(`==> ${model}, streamed`);
 await stream("What is the capital of France?");
 if (document) {
-  console.log(`==> about ${document}`);
+  console.log(`==> about ${basename(document)}`);
   const text = await readFile(document, "utf8");
   await stream(`${text}\n\nSummarise the document above in one sentence.`);
 }

@@ -66,7 +66,8 @@ def kernels(
     """Gate and time kernels over YAML workloads; exit 1 when a gate of ours is red."""
     with failing_on(ValueError, ImportError, OSError):
         out.mkdir(parents=True, exist_ok=True)
-        files = yaml or _default_yaml()
+        where = choose_device(device)
+        files = yaml or _default_yaml(where.type)
         chosen = [
             (workload.op, one)
             for path in files
@@ -76,7 +77,6 @@ def kernels(
         ]
         if not chosen:
             raise ValueError(f"case: no workload of {', '.join(map(str, files))} has such a name")
-        where = choose_device(device)
         machine = describe_machine(where, commit)
         dtypes = list(dict.fromkeys(c.dtype() for _, c in chosen))
         ceilings = measure_ceilings(where, dtypes)
@@ -84,13 +84,15 @@ def kernels(
         f"{machine.gpu}: copy {ceilings.copy_tb_s:.3g} TB/s, read {ceilings.read_tb_s:.3g} TB/s, "
         + ", ".join(f"{k} matmul {v:.4g} TFLOP/s" for k, v in ceilings.matmul_tflops.items())
     )
+    if where.type == "cpu":
+        console.print("On a CPU these ceilings, and so shares of the roofline, are mostly noise.")
     path = out / f"{name}.csv"
     rows: list[Row] = []
     for number, (bench_op, one) in enumerate(chosen, 1):
         label = f"case {number} of {len(chosen)}: {bench_op.name} {one.name} {one.spec.text}"
+        console.print(label, style="dim", highlight=False)
         try:
-            with console.status(label):
-                new = run_case(bench_op, one, where, machine, ceilings, budget_ms)
+            new = run_case(bench_op, one, where, machine, ceilings, budget_ms)
         except (ValueError, TypeError, RuntimeError) as error:
             raise fail(f"{bench_op.name} {one.name}: {error}") from error
         rows += new
@@ -222,9 +224,14 @@ def plot(
             console.print(f"wrote {png}")
 
 
-def _default_yaml() -> list[Path]:
+def _default_yaml(device: str) -> list[Path]:
+    """The workloads beside this installation that are of a size for the device."""
     folder = Path(__file__).resolve().parents[2] / "benchmarks"
-    files = sorted(folder.glob("*.yaml"))
+    files = [
+        file
+        for file in sorted(folder.glob("*.yaml"))
+        if file.stem.endswith("_cpu") == (device == "cpu")
+    ]
     if not files:
         raise ValueError("yaml: expected --yaml FILE, no workloads lie beside this installation")
     return files

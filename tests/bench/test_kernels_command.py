@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sparsek_backend.bench import runner
 from sparsek_backend.bench.ceilings import Ceilings
-from sparsek_backend.bench.cli import app
+from sparsek_backend.bench.cli import _default_yaml, app
 from sparsek_backend.bench.compare import compare_rows
 from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.registry import BenchOp, Case, GateResult, Outputs, Provider, Unavailable
@@ -171,6 +171,13 @@ workloads:
 """
 
 
+def test_workloads_by_default_fit_the_device() -> None:
+    names = {device: {file.name for file in _default_yaml(device)} for device in ("cpu", "cuda")}
+    assert names["cpu"] == {"paged_cpu.yaml"}
+    assert {"paged.yaml", "sink_window.yaml"} <= names["cuda"]
+    assert not names["cuda"] & names["cpu"]
+
+
 def test_a_file_in_place_of_the_folder_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     sizes = "{num_heads: 1, num_kv_heads: 1, head_dim: 8, dtype: float32}"
@@ -199,6 +206,8 @@ def test_sink_window_runs_on_the_cpu_and_writes_csv_and_plots(tmp_path: Path) ->
     assert ("sink_window_bwd", "learned", "sparsek") in timed
     assert not [row for row in rows if row.status in ("error", "gate failed")]
     assert {row.commit for row in rows} == {"abc"}
+    assert "case 1 of " in result.output
+    assert "On a CPU" in result.output
     for op in ("sink_window_fwd", "sink_window_bwd"):
         image = tmp_path / "out" / f"kernels_{op}.png"
         assert image.read_bytes().startswith(b"\x89PNG")

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -128,3 +129,34 @@ def test_ci_and_readme_run_the_same_commands() -> None:
         readme.index(f"bash deploy/{script}.sh\n") for script in ("quickstart", "test")
     )
     assert quickstart < tests
+
+
+@pytest.mark.parametrize(
+    "script", ["quickstart.sh", "test.sh", "notebooks.sh", "docs.sh", "docker/test.sh",
+               "grafana/try_dashboard.sh"],
+)  # fmt: skip
+def test_scripts_say_what_they_do(script: str) -> None:
+    """From any folder, and before they set anything up."""
+    path = Path("deploy") / script
+    result = processes.run("bash", ROOT.name / path, "-h", cwd=ROOT.parent)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) >= 2
+    assert "#" not in result.stdout
+    assert "==>" not in result.stdout
+
+
+def test_a_copy_in_place_of_the_editable_install_is_noticed(tmp_path: Path) -> None:
+    """As `pip install .` leaves it: the environment then runs other code than is here."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    code = "source deploy/lib.sh; if runs_this_code; then echo ours; else echo other; fi"
+
+    def found() -> str:
+        return run("bash", "-c", code, SK_VENV=str(tmp_path / "venv")).stdout.strip()
+
+    assert found() == "other"
+    (site / "editable.pth").write_text(f"{ROOT}\n")
+    assert found() == "ours"
+    (site / "sparsek_backend").mkdir()
+    (site / "sparsek_backend" / "__init__.py").write_text("")
+    assert found() == "other"

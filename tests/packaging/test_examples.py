@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -88,7 +89,10 @@ class LLM:
 
     def generate(self, prompts, params):
         texts = [self.mode if prompt == "differ" else "equal" for prompt in prompts]
-        return [Namespace(outputs=[Namespace(text=text)]) for text in texts]
+        return [
+            Namespace(prompt=prompt, outputs=[Namespace(text=text)])
+            for prompt, text in zip(prompts, texts)
+        ]
 """
 
 
@@ -103,6 +107,74 @@ def test_answers_are_compared_by_engines_that_start_processes(tmp_path: Path) ->
     assert done.stdout.count("a core") == 2
     assert "dense:  'dense'\nsparse: 'sparse'" in done.stdout
     assert "1 of 2 answers differ" in done.stdout
+
+
+def test_answers_of_a_file_are_written(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text(ENGINE)
+    (tmp_path / "prompts.txt").write_text("same\ndiffer\n\n")
+    answers = tmp_path / "answers.jsonl"
+    done = processes.run(
+        sys.executable, str(EXAMPLES / "offline_batch.py"), "model", str(tmp_path / "prompts.txt"),
+        str(answers), env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in answers.read_text().splitlines()] == [
+        {"prompt": "same", "answer": "equal"},
+        {"prompt": "differ", "answer": "sparse"},
+    ]
+    assert "wrote 2 answers" in done.stdout
+
+
+OPENAI = """
+class APIError extends Error {
+  constructor(status, message) { super(message); this.status = status; }
+}
+class BadRequestError extends APIError {}
+class APIConnectionError extends APIError {}
+
+export default class OpenAI {
+  static APIError = APIError;
+  static BadRequestError = BadRequestError;
+  static APIConnectionError = APIConnectionError;
+
+  constructor({ baseURL }) {
+    const lost = baseURL.includes("nowhere");
+    this.models = {
+      list: async () => {
+        if (lost) throw new APIConnectionError(undefined, "no answer");
+        return { data: [{ id: "tiny" }] };
+      },
+    };
+    this.chat = { completions: { create: this.#create } };
+    this.embeddings = { create: async () => { throw new BadRequestError(400, "no embeddings"); } };
+  }
+
+  async #create({ messages, stream }) {
+    if (!stream) throw new BadRequestError(400, "set --tool-call-parser");
+    const content = `${messages[0].content.length} characters`;
+    return (async function* () { yield { choices: [{ delta: { content } }] }; })();
+  }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+def test_the_client_in_node_takes_the_flags_of_the_one_in_python(tmp_path: Path) -> None:
+    package = tmp_path / "node_modules" / "openai"
+    package.mkdir(parents=True)
+    (package / "package.json").write_text('{"type": "module", "exports": "./index.js"}')
+    (package / "index.js").write_text(OPENAI)
+    shutil.copy(EXAMPLES / "clients" / "client.mjs", tmp_path)
+    (tmp_path / "report.txt").write_text("x" * 5000)
+    done = processes.run("node", "client.mjs", "--document", "report.txt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "==> about report.txt\n50" in done.stdout
+    assert "tool: refused (set --tool-call-parser)" in done.stdout
+    assert "embeddings: status 400" in done.stdout
+    lost = processes.run("node", "client.mjs", "--url", "http://nowhere", cwd=tmp_path)
+    assert lost.returncode == 1
+    assert "no server answers at http://nowhere" in lost.stderr
+    assert processes.run("node", "client.mjs", "http://nowhere", cwd=tmp_path).returncode != 0
 
 
 class WithoutTools(BaseHTTPRequestHandler):

@@ -74,6 +74,9 @@ def test_manifests_keep_to_their_schemas_and_every_server_can_be_watched(name: s
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         assert volumes[mounts[METRICS]]["emptyDir"] == {}, "counters of dead processes would stay"
+        if "args" not in container:  # those of serve.sh, which empties the folder
+            empties = container["lifecycle"]["postStart"]["exec"]["command"]
+            assert empties == ["find", METRICS, "-mindepth", "1", "-delete"]
         assert set(mounts.values()) == set(volumes)
         assert template["spec"]["enableServiceLinks"] is False
         resources_of = container["resources"]
@@ -106,9 +109,32 @@ def test_chart_values_keep_to_the_schema_and_name_the_backend() -> None:
     values = yaml.safe_load((KUBERNETES / "production-stack.yaml").read_text())
     SCHEMAS["values of the production-stack chart"].validate(values)
     for model in values["servingEngineSpec"]["modelSpec"]:
-        assert model["vllmConfig"]["extraArgs"] == ["--attention-backend", "SPARSEK"]
-        assert model["vllmConfig"]["tensorParallelSize"] == model["requestGPU"]
-        assert {"name": "metrics", "mountPath": METRICS} in model["extraVolumeMounts"]
+        config = model["vllmConfig"]
+        assert config["extraArgs"] == ["--attention-backend", "SPARSEK"]
+        assert config["tensorParallelSize"] == model["requestGPU"]
+        assert config["enablePrefixCaching"], "left out, the chart turns it off"
+        assert config["prometheusMultiprocDir"] == METRICS
+        assert set(caches(model["env"]).values()) == {"/data/vllm", "/data/triton"}
+
+
+def test_values_for_llm_d_keep_to_the_schema_and_name_the_backend() -> None:
+    values = yaml.safe_load((KUBERNETES / "llm-d.yaml").read_text())
+    SCHEMAS["values of the llm-d modelservice chart"].validate(values)
+    decode = values["decode"]
+    (container,) = decode["containers"]
+    assert container["args"][:2] == ["--attention-backend", "SPARSEK"]
+    folder = values["modelArtifacts"]["mountPath"]
+    assert set(caches(container["env"]).values()) == {f"{folder}/vllm", f"{folder}/triton"}
+    assert decode["enableServiceLinks"] is False
+    port = decode["monitoring"]["podmonitor"]["portName"]
+    assert [(port, values["routing"]["servicePort"])] == [
+        (one["name"], one["containerPort"]) for one in container["ports"]
+    ]
+
+
+def caches(env: list[dict[str, str]]) -> dict[str, str]:
+    """Where a chart's server keeps what it compiles: all of its variables."""
+    return {variable["name"]: variable["value"] for variable in env}
 
 
 def test_a_misspelt_field_is_refused() -> None:

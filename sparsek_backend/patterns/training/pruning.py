@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -98,7 +99,7 @@ class Pruning:
             seen = visible.expand_as(importance)
             fixed = fixed_blocks(importance, seen, self.sinks, self.window)
             listed = (seen & (shares >= self.threshold)) | fixed
-            count = max(budget * len(importance), int(fixed.sum()))
+            count = _room(budget * len(importance), fixed, seen)
             weight, listed_rows, fixed_rows = (
                 x.flatten(0, 1)[None] for x in (importance, listed, fixed)
             )
@@ -109,10 +110,23 @@ class Pruning:
             weight = mass * (1.0 - self.diversity * taken / max(index, 1))
             fixed = fixed_blocks(weight[None], visible[None], self.sinks, self.window)
             listed = (visible & (shares[index] >= self.threshold))[None] | fixed
-            count = max(budget, int(fixed.sum()))
+            count = _room(budget, fixed, visible)
             masks.append(heaviest_blocks(weight[None], listed, fixed, count)[0])
             taken = taken + masks[-1]
         return torch.stack(masks)
+
+
+def _room(budget: int, fixed: torch.Tensor, visible: torch.Tensor) -> int:
+    """How many blocks stay; warns where sinks and window are all of them."""
+    least, most = int(fixed.sum()), int(visible.sum())
+    if budget <= least and budget < most:
+        warnings.warn(
+            f"sparsity: leaves {budget} of {most} blocks, sinks and window alone are {least}, so "
+            "none is chosen; take a lower sparsity, smaller blocks or longer texts",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return max(budget, least)
 
 
 def mean_by_distance(importance: torch.Tensor, sinks: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -254,3 +255,18 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
 def test_refuses(error: type[Exception], message: str, action: Any) -> None:
     with pytest.raises(error, match=message):
         action()
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize(("sparsity", "warned"), [(0.8, True), (0.2, False)])
+def test_a_budget_of_sinks_and_window_alone_is_warned_of(
+    pooled: bool, sparsity: float, warned: bool
+) -> None:
+    visible = torch.ones(6, 6, dtype=torch.bool).tril()  # 21 blocks, of which 11 are forced
+    rule = Pruning(pooled=pooled)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mask = rule.mask(torch.rand(2, 6, 6), visible, sparsity)
+    assert bool(caught) == warned
+    assert all("sinks and window alone are" in str(one.message) for one in caught)
+    assert int(mask.sum()) == (22 if warned else 34)
