@@ -259,4 +259,5 @@ def test_selected_attention_of_no_sequences() -> None:
     out = selected_attention(q, k, v, torch.zeros(0, 8, 2, 3, dtype=torch.int32))
     out.sum().backward()
     for x in (q, k, v):
-        assert x.grad is not None and x.grad.shape == x.shape
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
