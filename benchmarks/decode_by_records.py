@@ -40,7 +40,12 @@ CASES = {
     "1x128k": "1q1s128k",
     "1x1m": "1q1s1m",
     "4 tokens, 4x128k": "4q4s128k",
+    "4x2k of 128k": "4q1s2k",
+    "4x8k of 128k": "4q1s8k",
+    "32x2k of 128k": "32q1s2k",
 }
+"""Those *of 128k* are a server's: their launches are for contexts up to 128k, as a graph has them,
+and what is below 8k attends everything."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Call:
 
 def by_records(inputs: PagedInputs, batch: PagedBatch, tokens: int) -> Call:
     """Attention that chooses ``tokens`` keys by records."""
-    tiles = SelectionPolicy(num_sink=64, window_size=512, top_k=96)
+    dense_below = 8192 if inputs.max_len else 0
+    tiles = SelectionPolicy(num_sink=64, window_size=512, top_k=96, dense_below=dense_below)
     policy = tiles.by_records(tokens)
     index, out = PageRecords(), torch.empty_like(inputs.q)
     step, indexers = StepPolicy(SelectionPolicy(), policy), Indexers(decode=index)
@@ -125,7 +131,7 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
 def rows_of(name: str, spec: str, tokens: list[int], commit: str) -> list[dict[str, object]]:
     """Times of all providers of one case."""
     device = torch.device("cuda")
-    sizes = {**DEFAULTS, "top_k": 192}
+    sizes = {**DEFAULTS, "top_k": 192, "max_len": 131072 if "of 128k" in name else 0}
     inputs = make_inputs(Case(name, parse_spec(spec), sizes), device)
     batch = inputs.batch(inputs.query_lens, inputs.seq_lens, len(inputs.seq_lens))
     calls: list[Call] = []

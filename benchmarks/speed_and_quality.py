@@ -2,7 +2,7 @@
 
     python benchmarks/speed_and_quality.py
 
-It reads files of ``benchmarks/results/``: times and answers of the default budget and of fewer
+It reads files of ``benchmarks/results/``: times and answers of version 0.2.0 and of fewer
 blocks.  It writes ``speed_and_quality_h200.png`` beside them.  The picture holds a digest of these
 files, so that the tests can tell whether it is of the committed ones.
 """
@@ -21,13 +21,13 @@ from sparsek_backend.pyplot import import_pyplot
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SPEED = (
-    ("the default", RESULTS / "paged_h200.csv", ("paged_prefill", "paged_decode")),
+    ("version 0.2.0", RESULTS / "paged_h200.csv", ("paged_prefill", "paged_decode")),
     ("64 blocks", RESULTS / "paged_64_h200.csv", ("paged_prefill", "paged_decode")),
 )
 """Whose times, their file, and the ops that the file has them of."""
-STYLES = {"the default": "-", "64 blocks": "--"}
+STYLES = {"version 0.2.0": "-", "64 blocks": "--"}
 CONTEXTS = [8192 << i for i in range(5)]
-"""Contexts between the first and the last of which the figure shows."""
+"""Contexts between the first and the last of which times are shown, and of the first answers."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _quality(name: str) -> Path:
 
 QUALITY = (
     Answers(
-        "the default",
+        "version 0.2.0",
         "block_topk:96,decode_top_k=192",
         tuple(_quality(f"{length}_fourth") for length in ("8k", "16k", "31k")),
         "o",
@@ -144,7 +144,7 @@ def draw_quality(axis: Any) -> None:
     for answers in QUALITY:
         axis.plot([], [], answers.marker, color="black", label=answers.words)
     axis.axhline(1.0, color="black", linewidth=1)
-    axis.set_ylim(0.0, 1.2)
+    axis.set_ylim(0.7, 1.15)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.set_title("answers kept, of dense attention's (0.5B model)", fontsize=10)
 
@@ -153,18 +153,18 @@ def main() -> None:
     """Draw the figure."""
     pyplot = import_pyplot()
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10, 3.6), sharex=True, layout="constrained"
+        1, 2, figsize=(10, 3.6), width_ratios=(3, 2), layout="constrained"
     )
     draw_speed(left)
     draw_quality(right)
-    for axis in (left, right):
+    for axis, contexts in ((left, CONTEXTS), (right, CONTEXTS[:3])):
         axis.set_xscale("log", base=2)
-        axis.set_xticks(CONTEXTS)
-        axis.set_xticklabels([f"{tick >> 10}k" for tick in CONTEXTS], fontsize=8)
-        axis.set_xlim(6000, 160000)
+        axis.set_xticks(contexts)
+        axis.set_xticklabels([f"{tick >> 10}k" for tick in contexts], fontsize=8)
+        axis.set_xlim(0.75 * contexts[0], 1.25 * contexts[-1])
         axis.set_xlabel("tokens of context")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="upper left" if axis is left else "lower right")
+        axis.legend(fontsize=8, loc="upper left" if axis is left else "lower left")
     figure.savefig(FIGURE, dpi=130, metadata={"Data": digest()})
     print(f"wrote {FIGURE}")
 

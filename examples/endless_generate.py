@@ -1,6 +1,6 @@
 """Transformers' `generate` past the model's context, in memory that stays constant.
 
-    pip install 'sparsek-backend[eval]'
+    pip install '.[eval]'
     python examples/endless_generate.py --tokens 400
 
 The cache keeps the first tokens and a window of the latest ones (StreamingLLM, arXiv 2309.17453).

@@ -1,6 +1,6 @@
 """Block patterns learned from what a model attends: learn, save, load, attend, compare.
 
-    pip install 'sparsek-backend[eval,patterns]'
+    pip install '.[eval,patterns]'
     python examples/learn_patterns.py --tokens 1024
 
 Every layer of a Transformers model gets the blocks that add most to its output on some texts, and

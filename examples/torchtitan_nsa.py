@@ -4,7 +4,7 @@
         --job.config_file examples/torchtitan_nsa.toml \\
         --parallelism.context_parallel_degree 4 --parallelism.tensor_parallel_degree 2
 
-(torchtitan 0.2.2: ``pip install 'sparsek-backend[torchtitan]'``.)  What torchtitan asks of a model,
+(torchtitan 0.2.2: ``pip install '.[torchtitan]'``.)  What torchtitan asks of a model,
 its train spec, is registered as ``nsa_llama``: ``NSALlamaForCausalLM`` and how its weights and
 tokens are spread.  After the last step ``dump_folder``/model is a folder for ``vllm serve``.
 

@@ -1,6 +1,6 @@
 """A language model with native sparse attention: train it, save it, load it, let it write.
 
-    pip install 'sparsek-backend[eval]'
+    pip install '.[eval]'
     python examples/train_nsa.py --steps 300
 
 It takes minutes on a CPU.  Tokens are bytes, so no tokenizer is needed.  The text is a file of

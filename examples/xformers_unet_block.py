@@ -1,6 +1,6 @@
 """The attention block of a diffusion UNet on SparseK's operators, trained for one step.
 
-    pip install 'sparsek-backend[xformers]'
+    pip install '.[xformers]'
     python examples/xformers_unet_block.py
 
 The block is written as in diffusers: self-attention over pixels, cross-attention over text, then a

@@ -22,8 +22,8 @@ from sparsek_backend.vllm_backend.names import BACKEND_NAME
 Status = Literal["ok", "note", "warning", "problem"]
 Version = tuple[int, ...]
 
-PYTHON_RANGE: tuple[Version, Version] = ((3, 10), (3, 13))
-TORCH_MINIMUM: Version = (2, 8)
+PYTHON_RANGE: tuple[Version, Version] = ((3, 11), (3, 13))
+TORCH_MINIMUM: Version = (2, 10)
 CAPABILITY_MINIMUM: Version = (8, 0)
 
 _SETUP = "bash deploy/quickstart.sh"
@@ -119,7 +119,7 @@ def check_torch() -> Iterator[Finding]:
         yield _problem("torch", "not installed", "pip install torch")
         return
     if parse_version(version) < TORCH_MINIMUM:
-        yield _problem("torch", f"{version} is older than 2.8", "pip install --upgrade torch")
+        yield _problem("torch", f"{version} is older than 2.10", "pip install --upgrade torch")
         return
     try:
         import torch

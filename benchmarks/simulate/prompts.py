@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from .blocks import attend_blocks, block_logits
 from .decode import dense_logits
-from .sketches import PAGE, SKETCHES, Pages, Vectors
+from .sketches import PAGE, SKETCHES, Pages
 
-CHUNK = 1024
+CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,23 @@ class PromptRule:
     """How a tile of a prompt's queries chooses the blocks of 64 keys that it attends.
 
     Args:
-        scores: ``dense`` attends everything; ``exact`` ranks all blocks by the masses of all rows
-            of the tile; else what names candidates: a sketch (by the best of its vectors where it
-            is made of exact means, else by their sum), or ``page``, mean and variance of a page.
+        scores: ``dense`` attends everything; ``all`` makes every block a candidate; else what names
+            candidates: a sketch (by the best of its vectors where it is made of exact means, else
+            by their sum), or ``page``, mean and variance of a page.
         blocks: the most blocks that a tile chooses, beside sinks and window.
+        growth: the power of a tile's depth, in units of 16,384 keys, that multiplies ``blocks``.
         tile: consecutive queries that share a choice.
-        candidates: blocks among which exact masses choose.
-        rank_rows: rows of a tile, evenly spaced, whose exact masses choose; the largest counts.
+        candidates: blocks among which ``ranks`` chooses.
+        name_stride: of so many rows the last names candidates.
+        name_by: what a candidate counts: the ``sum`` of what rows give it, or the ``largest``.
+        ranks: what ranks candidates: masses by ``exact`` logits, or those of a sketch or ``page``
+            beside exact ones of sinks and window.
+        rank_rows: rows of a tile, evenly spaced, whose masses rank.
+        rank_by: what a block counts, as ``name_by``.
+        variance: whether spread within a sketch's vectors adds to its logits.
         min_mass: a chosen block gives some row at least this share in the mean of its heads.
+        tail: what gives the logits of one key for each block that is not attended, whose value is
+            the mean in 4 bits: a sketch, or ``page``, the mean alone; else nothing stands in.
         dense_last: rows at the prompt's end that attend everything.
         anchors: of every aligned group of so many rows the first attends everything, and what that
             changes is added to the others.  No row depends on later ones.
@@ -35,22 +46,34 @@ class PromptRule:
 
     scores: str = "dense"
     blocks: int = 96
+    growth: float = 0.0
     tile: int = 64
     candidates: int = 192
+    name_stride: int = 4
+    name_by: Literal["sum", "largest"] = "sum"
+    ranks: str = "exact"
     rank_rows: int = 32
+    rank_by: Literal["sum", "largest"] = "largest"
+    variance: bool = False
     min_mass: float = 0.0
+    tail: str = ""
     dense_last: int = 0
     anchors: int = 0
     window: int = 512
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
-        if self.scores not in ("dense", "exact", "page", *SKETCHES):
-            raise ValueError(
-                f"scores: expected a sketch, page, exact or dense, got {self.scores!r}"
-            )
+        for name, others in (
+            ("scores", ("page", "all", "dense")),
+            ("ranks", ("page", "exact")),
+            ("tail", ("page", "")),
+        ):
+            if (found := getattr(self, name)) not in (*others, *SKETCHES):
+                raise ValueError(f"{name}: expected a sketch or one of {others}, got {found!r}")
         if self.window % PAGE or CHUNK % self.tile or self.tile % min(self.rank_rows, self.tile):
-            raise ValueError("expected a window of 64s, a tile in 1024 and rank_rows in the tile")
+            raise ValueError("expected a window of 64s, a tile in 4096 and rank_rows in the tile")
+        if self.tile % self.name_stride:
+            raise ValueError(f"name_stride: expected one in the tile, got {self.name_stride}")
 
 
 def attend(
@@ -70,10 +93,9 @@ def attend(
         shape = (k.shape[0], q.shape[1], *k.shape[1:])
         keys, values = (x[:, None].expand(shape) for x in (k, v))
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True), attended
+    k, v = k.contiguous(), v.contiguous()
     pages = Pages(k, v)
-    pad = (0, 0, 0, -count % PAGE)
-    blocks = [F.pad(x, pad).unflatten(1, (-1, PAGE)) for x in (k, v)]
-    parts = [_chunk(rule, pages, q, *blocks, a) for a in range(0, count, CHUNK)]
+    parts = [_chunk(rule, pages, q, k, v, start) for start in range(0, count, CHUNK)]
     out = torch.cat([part for part, _ in parts], 2)
     attended = sum(seen for _, seen in parts) / (k.shape[0] * count)
     if rule.anchors:
@@ -93,7 +115,7 @@ def _dense_rows(
     later = torch.arange(k.shape[1], device=k.device) > rows[:, None]
     out = []
     for query, key, value in zip(q[:, :, rows], k, v, strict=True):
-        logits = dense_logits(query[None], key[None]) * k.shape[-1] ** -0.5
+        logits = dense_logits(query[None], key[None]).mul_(k.shape[-1] ** -0.5)
         weights = logits.masked_fill_(later, -math.inf).softmax(-1)
         out.append(weights[0] @ value.float())
     return torch.stack(out).to(q.dtype)
@@ -113,121 +135,154 @@ def _chunk(
         rule: what is attended.
         pages: what complete pages keep.
         q: ``[H, G, P, D]``.
-        k: ``[H, blocks, 64, D]``, padded.
-        v: ``[H, blocks, 64, D]``, padded.
-        start: a multiple of the tile.
+        k: ``[H, P, D]``.
+        v: ``[H, P, D]``.
+        start: a multiple of ``CHUNK``.
     """
     end = min(start + CHUNK, q.shape[2])
     tiles = -(-(end - start) // rule.tile)
-    blocks = (end - 1) // PAGE + 1
-    k, v = k[:, :blocks], v[:, :blocks]
-    rows = torch.arange(start, start + tiles * rule.tile, device=q.device).clamp(max=end - 1)
-    query, rows = q[:, :, rows].unflatten(2, (tiles, rule.tile)), rows.view(tiles, rule.tile)
+    k, v = k[:, :end], v[:, :end]
+    real = torch.arange(start, start + tiles * rule.tile, device=q.device)
+    rows = real.clamp(max=end - 1)
+    query, rows = q[:, :, rows], rows.view(tiles, rule.tile)
 
-    block = torch.arange(blocks, device=q.device)
+    block = torch.arange((end - 1) // PAGE + 1, device=q.device)
     first = (rows[:, :1] // PAGE - rule.window // PAGE).clamp(min=1)
     always = ((block >= first) | (block < 1)) & (block <= rows[:, -1:] // PAGE)
-    between = (block >= 1) & (block < first)
-    if rule.scores == "exact":
-        candidates, step = between.expand(k.shape[0], -1, -1), 1
-    else:
-        sampled = slice(3, None, 4)
-        named = _named(rule, pages, query[:, :, :, sampled], rows[:, sampled], blocks)
-        candidates = _best(named * between, rule.candidates) & between
-        step = rule.tile // min(rule.rank_rows, rule.tile)
-    ranked = slice(step - 1, None, step)
-    mass = _masses(query[:, :, :, ranked], k, rows[:, ranked], candidates | always, start)
-    mass = mass * candidates
-    chosen = _best(mass, rule.blocks) & (mass > rule.min_mass * q.shape[1])
-    out, attended = _attend_blocks(query, k, v, rows, chosen | always, end - start)
-    return out.flatten(2, 3)[:, :, : end - start], attended
+    between = (block >= 1) & (block < first)  # [tiles, blocks]
+    chosen = _choose(rule, pages, query, k, rows, between, always) | always
+    out, lse = attend_blocks(query, k, v, chosen, rule.tile, start)
+    if rule.tail:
+        left = (between & ~chosen).repeat_interleave(rule.tile, 1)
+        out = _with_tail(rule, pages, query, out, lse, left)
+    seen = (real.view(tiles, rule.tile, 1) + 1 - block * PAGE).clamp(0, PAGE)
+    seen = seen.masked_fill_((real >= end).view(tiles, rule.tile, 1), 0).sum(1)
+    return out[:, :, : end - start], (chosen.sum(0) * seen).sum()
 
 
-def _best(mass: torch.Tensor, places: int) -> torch.Tensor:
-    best = mass.topk(min(places, mass.shape[-1]), -1).indices
-    return torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, best, True)
-
-
-def _named(
-    rule: PromptRule, pages: Pages, q: torch.Tensor, rows: torch.Tensor, blocks: int
-) -> torch.Tensor:
-    """``[H, tiles, blocks]``: probabilities by what pages keep, summed over rows and heads.
-
-    A row's softmax is over the blocks before its own, which are complete.
-    """
-    scale, flat = pages.head_dim**-0.5, q.flatten(2, 3)
-    if rule.scores == "page":
-        logits = pages.logits(flat, scale)
-    else:
-        vectors = Vectors(*(x[:, :blocks] for x in pages.vectors(rule.scores)))
-        products = vectors.logits(flat) * scale
-        exact = SKETCHES[rule.scores].bits == 0
-        logits = products.amax(-1) if exact else products.logsumexp(-1)
-    logits = F.pad(logits, (0, max(blocks - logits.shape[-1], 0)))[..., :blocks]
-    before = torch.arange(blocks, device=q.device) < (rows // PAGE)[..., None]
-    logits = logits.unflatten(2, q.shape[2:4]).masked_fill(~before, -math.inf)
-    return logits.softmax(-1).nan_to_num(0).sum((1, 3))  # the first block has none before it
-
-
-def _masses(
-    q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor, start: int
-) -> torch.Tensor:
-    """``[H, tiles, blocks]``: the largest exact mass of a row, summed over its heads.
-
-    Args:
-        q: ``[H, G, tiles, rows, D]``.
-        k: ``[H, blocks, 64, D]``.
-        rows: ``[tiles, rows]``, their positions.
-        allowed: ``[H, tiles, blocks]``, over which the softmax runs.
-        start: the first position that a row may have.
-    """
-    aligned = start // PAGE * PAGE
-    late = torch.arange(aligned, k.shape[1] * PAGE, device=k.device) > rows[..., None]
-    found = []
-    for query, key, over in zip(q, k, allowed, strict=True):
-        logits = dense_logits(query.flatten(1, 2)[None], key.flatten(0, 1)[None])[0]
-        logits = logits.mul_(k.shape[-1] ** -0.5).unflatten(1, rows.shape)
-        logits[..., aligned:].masked_fill_(late, -math.inf)
-        mass = logits.softmax(-1).unflatten(-1, k.shape[1:3]).sum(-1) * over[:, None]
-        mass = mass / mass.sum(-1, keepdim=True)
-        found.append(mass.sum(0).amax(1))
-    return torch.stack(found)
-
-
-def _attend_blocks(
+def _choose(
+    rule: PromptRule,
+    pages: Pages,
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
     rows: torch.Tensor,
-    chosen: torch.Tensor,
-    real_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[H, G, tiles, tile, D]`` over the chosen blocks, and how many keys real rows attend.
+    between: torch.Tensor,
+    always: torch.Tensor,
+) -> torch.Tensor:
+    """``[H, tiles, blocks]``: the blocks that each tile chooses.
 
     Args:
-        q: ``[H, G, tiles, tile, D]``.
-        k: ``[H, blocks, 64, D]``.
-        v: ``[H, blocks, 64, D]``.
+        rule: what is attended.
+        pages: what complete pages keep.
+        q: ``[H, G, tiles * tile, D]``.
+        k: ``[H, N, D]``.
         rows: ``[tiles, tile]``, their positions.
-        chosen: ``[H, tiles, blocks]``.
-        real_rows: how many rows are no padding.
+        between: ``[tiles, blocks]``, those that may be chosen.
+        always: ``[tiles, blocks]``, those that are attended in any case.
     """
-    heads, groups, tiles = q.shape[:3]
-    most = int(chosen.sum(-1).max())
-    there, index = chosen.byte().topk(most, -1)
-    head = torch.arange(heads, device=q.device)[:, None, None]
-    keys, values = (x[head, index].flatten(2, 3).flatten(0, 1)[:, None] for x in (k, v))
-    position = index[..., None] * PAGE + torch.arange(PAGE, device=q.device)
-    seen = (position.flatten(2)[:, :, None] <= rows[..., None]) & there.bool().repeat_interleave(
-        PAGE, -1
-    )[:, :, None]  # [H, tiles, tile, keys]
-    bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -math.inf)
-    shape = (heads * tiles, groups, -1, -1)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2).flatten(0, 1),
-        keys.expand(shape),
-        values.expand(shape),
-        attn_mask=bias.flatten(0, 1)[:, None].expand(shape),
-    )
-    attended = seen.sum(-1).flatten(1)[:, :real_rows].sum()
-    return out.unflatten(0, (heads, tiles)).transpose(1, 2), attended
+    candidates = between.expand(k.shape[0], -1, -1)
+    if rule.scores != "all":
+        named = slice(rule.name_stride - 1, None, rule.name_stride)
+        logits = _logits(rule, rule.scores, pages, q, None, rows, named)
+        before = (
+            torch.arange(between.shape[1], device=q.device) < (rows[:, named] // PAGE)[..., None]
+        )
+        share = logits.masked_fill_(~before, -math.inf).softmax(-1)
+        # The first block has none before it.
+        share = _over_rows(share.nan_to_num_(0).sum(1), rule.name_by)
+        places = torch.full_like(rows[:, 0], rule.candidates)
+        candidates = _best(share * between, places) & between
+    step = rule.tile // min(rule.rank_rows, rule.tile)
+    ranked = slice(step - 1, None, step)
+    logits = _logits(rule, "exact", pages, q, k, rows, ranked)
+    if rule.ranks != "exact":
+        sketched = _logits(rule, rule.ranks, pages, q, None, rows, ranked)
+        logits = torch.where(between[:, None], sketched, logits)
+    logits.masked_fill_(~(candidates | always)[:, None, :, None], -math.inf)
+    mass = _over_rows(logits.softmax(-1).sum(1), rule.rank_by) * candidates
+    places = rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth
+    least = rule.min_mass * q.shape[1]
+    return _best(mass, places.round().int()) & (mass > least)
+
+
+def _over_rows(share: torch.Tensor, by: Literal["sum", "largest"]) -> torch.Tensor:
+    return share.sum(2) if by == "sum" else share.amax(2)
+
+
+def _best(mass: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """A mask of the ``places [tiles]`` largest of ``mass [H, tiles, blocks]``."""
+    best = mass.argsort(-1, descending=True)
+    there = torch.arange(mass.shape[-1], device=mass.device) < places[:, None]
+    return torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, best, there.expand_as(best))
+
+
+def _logits(
+    rule: PromptRule,
+    name: str,
+    pages: Pages,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    rows: torch.Tensor,
+    some: slice,
+) -> torch.Tensor:
+    """``[H, G, tiles, some rows, blocks]``: logs of the sums of exps of blocks for some rows.
+
+    Args:
+        rule: what is attended.
+        name: ``exact``, ``page`` or a sketch.
+        pages: what complete pages keep.
+        q: ``[H, G, tiles * tile, D]``.
+        k: ``[H, N, D]``, of exact logits.
+        rows: ``[tiles, tile]``, their positions.
+        some: of a tile's rows.
+    """
+    scale, blocks = pages.head_dim**-0.5, int(rows[-1, -1]) // PAGE + 1
+    query = q.unflatten(2, rows.shape)[:, :, :, some]  # [H, G, tiles, some, D]
+    flat, groups = query.flatten(1, 3), q.shape[1]
+    if k is not None:
+        x = F.pad(k, (0, 0, 0, -k.shape[1] % PAGE)).unflatten(1, (-1, PAGE))
+        made = block_logits(flat, x, scale, rows=rows[:, some].flatten().repeat(groups))
+    elif name == "page":
+        made = pages.logits(flat[:, None], scale)[:, 0, :, :blocks]
+    else:
+        sketch, vectors = SKETCHES[name], pages.vectors(name)
+        base = scale * (flat.float() @ vectors.centre[:, :blocks].mT) + math.log(sketch.keys)
+        if rule.variance:
+            base += pages.gain(flat[:, None], scale, sketch.keys)[:, 0, :, :blocks, 0]
+        x, largest = vectors.rest[:, :blocks], sketch.bits == 0
+        made = block_logits(flat, x, scale, base=base, largest=largest)
+    return F.pad(made, (0, blocks - made.shape[-1])).unflatten(1, query.shape[1:4])
+
+
+def _with_tail(
+    rule: PromptRule,
+    pages: Pages,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    left: torch.Tensor,
+) -> torch.Tensor:
+    """``[H, G, R, D]``: attention over what is attended and one key for each block that is not.
+
+    Args:
+        rule: what is attended.
+        pages: what complete pages keep.
+        q: ``[H, G, R, D]``.
+        out: ``[H, G, R, D]`` over what is attended.
+        lse: ``[H, G, R]``, the logs of its sums of exps.
+        left: ``[H, R, blocks]``, what is not attended.
+    """
+    scale, count = pages.head_dim**-0.5, min(pages.count, left.shape[-1])
+    if rule.tail == "page":
+        logits = scale * (q.float() @ pages.mean()[:, None, :count].mT) + math.log(PAGE)
+    else:
+        keys, vectors = SKETCHES[rule.tail].keys, pages.vectors(rule.tail)
+        flat = q.flatten(1, 2)
+        base = scale * (flat.float() @ vectors.centre[:, :count].mT) + math.log(keys)
+        logits = block_logits(flat, vectors.rest[:, :count], scale, base=base)
+        logits = logits.unflatten(1, q.shape[1:3])
+    logits = logits.masked_fill(~left[:, None, :, :count], -math.inf)
+    tail = logits.logsumexp(-1)
+    total = torch.logaddexp(lse, tail)
+    stands = (logits - total[..., None]).exp() @ pages.value_means(4)[:, None, :count]
+    return (out.float() * (lse - total).exp()[..., None] + stands).to(out.dtype)

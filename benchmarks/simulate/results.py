@@ -11,9 +11,14 @@ from typing import Any
 
 import torch
 
+from .cost import cost
+from .prompts import PromptRule
 from .variants import SETS
 
 DIGITS = 5
+CONTEXTS = (16384, 32768, 131072)
+"""Tokens of the prompts of which a table has the cost."""
+OF_QUESTION = ("kl", "kl_median", "added_nll", "lost", "gained", "right")
 
 
 def figures(
@@ -65,19 +70,27 @@ def merge(folder: Path, commit: str) -> dict[str, Any]:
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     of_task: dict[str, list[dict[str, Any]]] = {}
+    of_question: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         of_task.setdefault(f"{row['task']}, {row['variant']}", []).append(row["results"])
+        place = "first" if row["task"] == "question_first" else row["variant"]
+        of_question.setdefault(place, []).append(row["results"])
     return {
         "prompts": len(rows),
         "device": rows[0]["device"],
         "torch": rows[0]["torch"],
         "of_task": {name: len(found) for name, found in sorted(of_task.items())},
+        "of_question": {name: len(found) for name, found in sorted(of_question.items())},
         "variants": {
             name: {
                 **_means([row["results"] for row in rows], name),
                 "of_task": {
                     task: {key: _means(found, name)[key] for key in ("kl", "added_nll")}
                     for task, found in sorted(of_task.items())
+                },
+                "of_question": {
+                    place: {key: _means(found, name)[key] for key in OF_QUESTION}
+                    for place, found in sorted(of_question.items())
                 },
             }
             for name in rows[0]["results"]
@@ -113,20 +126,28 @@ def _error(values: Sequence[float]) -> float:
 def table(documents: Iterable[dict[str, Any]], chosen: str, variants: Sequence[str] = ()) -> str:
     """A Markdown table of a set, a line for each variant.
 
+    Of variants that differ in the prompt it has the operations of a layer's attention, as shares of
+    dense attention's, at lengths of :data:`CONTEXTS`.
+
     Args:
         documents: what ``merge`` has made.
         chosen: the set.
         variants: which of its variants; all, if none is named.
     """
     cells = [cell for document in documents for cell in document["cells"] if cell["set"] == chosen]
+    rules = {variant.name: variant.prompt for variant in SETS[chosen]} | {"dense": PromptRule()}
+    about = ["MiB"] if chosen == "decode" else ["attended", *(f"{n >> 10}k" for n in CONTEXTS)]
     head = [f"{cell['model']}, {cell['length'] // 1000}k" for cell in cells]
-    head = ["variant", "MiB" if chosen == "decode" else "attended", *head]
+    head = ["variant", *about, *head]
     lines = [head, ["---"] * len(head)]
     for name in variants or cells[0]["variants"]:
         found = [cell["variants"][name] for cell in cells]
-        last = found[-1]
-        read = f"{last['mib_read']:.2f}" if chosen == "decode" else f"{last['share']:.0%}"
-        lines.append([name, read, *map(_cell, found)])
+        if chosen == "decode":
+            about = [f"{found[-1]['mib_read']:.2f}"]
+        else:
+            costs = (sum(cost(rules[name], n)[0].values()) for n in CONTEXTS)
+            about = [f"{found[-1]['share']:.0%}", *(f"{share:.3f}" for share in costs)]
+        lines.append([name, *about, *map(_cell, found)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

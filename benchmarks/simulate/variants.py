@@ -91,4 +91,80 @@ def _prompts() -> list[Variant]:
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
-SETS = {"decode": _decode(), "prompts": _prompts()}
+def _budgets() -> list[Variant]:
+    """How many blocks, by what, with and without dense last rows."""
+    old = PromptRule("m16")
+    named = PromptRule("p2dr", tile=32, rank_rows=16, variance=True)
+    one_step = replace(named, scores="all", ranks="p2dr")
+    rules = {
+        "96 of 192 m16 tile 64": old,
+        "96 of 192 m16 tile 64 last 64": replace(old, dense_last=64),
+        "32 by p2dr": replace(one_step, blocks=32),
+        "64 by p2dr": replace(one_step, blocks=64),
+        "64 by p2dr last 64": replace(one_step, blocks=64, dense_last=64),
+        "64 of 192 page by p2dr": replace(one_step, scores="page", blocks=64),
+        "32 of 192 p2dr": replace(named, blocks=32),
+        "64 by exact": replace(one_step, ranks="exact", blocks=64),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
+def _ranks() -> list[Variant]:
+    """What ranks, and how many rows of it."""
+    named = PromptRule("p2dr", blocks=48, tile=32, rank_rows=16, variance=True)
+    one_step = replace(named, scores="all", ranks="p2dr")
+    rules = {
+        "48 by p2dr": one_step,
+        "96 by p2dr": replace(one_step, blocks=96),
+        "96 by p2dr mass .005": replace(one_step, blocks=96, min_mass=0.005),
+        "48 of 96 p2dr": replace(named, candidates=96),
+        "48 by p2dr sum": replace(one_step, rank_by="sum"),
+        "48 by p2dr 8 rows": replace(one_step, rank_rows=8),
+        "48 by p2dr no variance": replace(one_step, variance=False),
+        "48 by p2dr tile 64": replace(one_step, tile=64, rank_rows=32),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
+def _details() -> list[Variant]:
+    """What may be added to 48 blocks by p2dr, or taken from them."""
+    base = PromptRule("all", blocks=48, tile=32, ranks="p2dr", rank_rows=16, variance=True)
+    changes: dict[str, dict[str, Any]] = {
+        "tile 16": {"tile": 16, "rank_rows": 8},
+        "growth .5": {"growth": 0.5},
+        "growth -.5": {"growth": -0.5},
+        "anchors 64": {"anchors": 64},
+        "anchors 128": {"anchors": 128},
+        "tail page": {"tail": "page"},
+        "tail p2dr": {"tail": "p2dr"},
+        "window 256": {"window": 256},
+    }
+    return [Variant(f"48 by p2dr {name}", prompt=replace(base, **x)) for name, x in changes.items()]
+
+
+def _sources() -> list[Variant]:
+    """What names candidates, and smaller or larger choices."""
+    base = PromptRule("p2dr", blocks=32, tile=32, rank_rows=16, variance=True)
+    one_step = replace(base, scores="all", ranks="p2dr")
+    rules = {
+        "32 of 192 m16": replace(base, scores="m16", variance=False),
+        "32 of 192 m4": replace(base, scores="m4", variance=False),
+        "32 of 192 page": replace(base, scores="page"),
+        "32 of 192 p2dr largest": replace(base, name_by="largest"),
+        "24 by p2dr": replace(one_step, blocks=24),
+        "64 by page": replace(one_step, ranks="page", blocks=64),
+        "64 of 384 page by p2dr": replace(one_step, scores="page", candidates=384, blocks=64),
+        "64 of 192 m16 by p2dr": replace(one_step, scores="m16", blocks=64),
+        "128 by p2dr mass .0025": replace(one_step, blocks=128, min_mass=0.0025),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
+SETS = {
+    "decode": _decode(),
+    "prompts": _prompts(),
+    "budgets": _budgets(),
+    "ranks": _ranks(),
+    "details": _details(),
+    "sources": _sources(),
+}

@@ -59,6 +59,7 @@ def _figure(pyplot: Any, op: str, rows: list[Row]) -> Any:
         y += 1
     left.set_xscale("log")
     left.margins(x=0.3)
+    left.grid(axis="x", alpha=0.3)
     right.margins(x=0.1)
     left.set_xlabel("milliseconds, median with p20 and p80 (less is better)")
     left.set_yticks(ticks, [f"{case}\n{spec}" for case, spec in cases], fontsize=8)
@@ -77,9 +78,10 @@ def _figure(pyplot: Any, op: str, rows: list[Row]) -> Any:
 def _draw_time(axes: Any, y: int, row: Row, colour: str) -> None:
     ms = row.ms or 0.0
     low, high = row.p20_ms or ms, row.p80_ms or ms
-    axes.barh([y], [ms], 0.9, xerr=[[max(ms - low, 0)], [max(high - ms, 0)]], color=colour)
+    spread = [[max(ms - low, 0)], [max(high - ms, 0)]]
+    axes.errorbar([ms], [y], xerr=spread, fmt="o", color=colour)  # a log axis has no zero for bars
     rate = f"{row.tflops:.0f} TFLOP/s" if (row.tflops or 0) >= 50 else f"{row.tb_s:.2g} TB/s"
-    axes.text(max(high, ms), y, f"  {ms:.3g} ms, {rate}", va="center", fontsize=7)
+    axes.text(max(high, ms), y, f"   {ms:.3g} ms, {rate}", va="center", fontsize=7)
 
 
 def _draw_ratio(axes: Any, y: int, ratio: float, colour: str) -> None:

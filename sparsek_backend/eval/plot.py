@@ -14,11 +14,12 @@ _COLOURS = {"block_topk": "#1b6ca8", "sink_window": "#e07a1f", "window": "#6b6b6
 _MARKERS = {"both": "o", "prefill": "^", "decode": "v"}
 
 
-def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
+def plot_accuracy(rows: Sequence[Row], path: Path, model: str) -> Path:
     """Draw one panel for each length and variant.
 
     Args:
         rows: of :func:`sparsek_backend.eval.results.retrieval_rows`.
+        model: its name, for the title.
 
     Raises:
         ImportError: matplotlib is missing; the message has the install command.
@@ -38,13 +39,15 @@ def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
     for line, variant in zip(axes, variants, strict=True):
         for axis, length in zip(line, lengths, strict=True):
             here = [r for r in means if (r["variant"], r["length"]) == (variant, length)]
+            if not here:
+                axis.set_axis_off()
+                continue
+            _draw(axis, here)
             axis.set_title(f"{length} tokens, {variant}", fontsize=10)
             axis.set_xlabel("share of the keys that a prompt attends")
-            if here:
-                _draw(axis, here)
-        line[0].set_ylabel("mean accuracy, 95 % interval")
-    axes[0][0].legend(fontsize=8, loc="lower right")
-    figure.suptitle(title)
+            axis.set_ylabel("mean accuracy, 95 % interval")
+            axis.legend(fontsize=8, loc="lower right")
+    figure.suptitle(f"Answers of {model}, dense and sparse")
     return write_figure(figure, path)
 
 

@@ -259,26 +259,25 @@ def attends_whole_context(layer: Any, spec: Any) -> bool:
     return is_full_attention(spec) and not isinstance(layer, ChunkedLocalAttention)
 
 
-def host_seq_lens(common: Any, on_host: bool, exact: bool) -> Any:
-    """Return the requests' lengths as a CPU tensor.
+def host_seq_lens(common: Any, on_host: bool, exact: bool) -> tuple[Any, bool]:
+    """Return the requests' lengths, ``[R]`` on the CPU, and whether those of prefills are exact.
+
+    The others are exact when ``on_host``, else upper bounds: vLLM may schedule a step before it
+    knows how many drafts of the step before were accepted.
 
     Args:
         common: vLLM's ``CommonAttentionMetadata``.
         on_host: whether the device is the CPU, so that ``seq_lens`` itself is there.
         exact: whether to wait for the device where vLLM keeps no lengths on the host.
-
-    Returns:
-        ``[R]``; when ``on_host`` is false, an upper bound, which is exact for prefills where vLLM
-        keeps lengths or ``exact`` is set.
     """
     if on_host:
-        return common.seq_lens
+        return common.seq_lens, True
     if common.seq_lens_cpu_upper_bound is not None:
-        return common.seq_lens_cpu_upper_bound
+        return common.seq_lens_cpu_upper_bound, True
     if exact:
-        return common.seq_lens.cpu()
+        return common.seq_lens.cpu(), True
     counts = common.query_start_loc_cpu.diff()
-    return counts.new_full(counts.shape, common.max_seq_len)
+    return counts.new_full(counts.shape, common.max_seq_len), False
 
 
 def flash_attention(head_size: int, has_sinks: bool) -> tuple[Callable[..., Any], int] | None:

@@ -69,9 +69,9 @@ def build_batch(
     num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
         common, decode_threshold=decode_query_len
     )
-    exact = gathers_prefills and num_prefills > 0
     offsets = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
-    lens = compat.host_seq_lens(common, on_host, exact)[: common.num_reqs].numpy().astype(np.int64)
+    found, exact = compat.host_seq_lens(common, on_host, gathers_prefills and num_prefills > 0)
+    lens = found[: common.num_reqs].numpy().astype(np.int64)
     paged = PagedBatch(
         block_table=common.block_table_tensor,
         seq_lens=common.seq_lens,
@@ -81,7 +81,7 @@ def build_batch(
         decode_query_len=decode_query_len,
         max_query_len=common.max_query_len,
         max_seq_len=common.max_seq_len,
-        seq_lens_host=tuple(lens.tolist()) if on_host or exact else None,
+        seq_lens_host=tuple(lens.tolist()) if on_host or (exact and num_prefills) else None,
         query_lens_host=tuple(np.diff(offsets).tolist()),
         rotation=rotation,
     )

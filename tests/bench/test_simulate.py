@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.simulate import decode, prompts, results
+from benchmarks.simulate import blocks, decode, prompts, results
 from benchmarks.simulate.__main__ import main
+from benchmarks.simulate.cost import cost
 from benchmarks.simulate.decode import DecodeRule
 from benchmarks.simulate.model import Model
 from benchmarks.simulate.prompts import PromptRule
@@ -242,7 +243,7 @@ def test_a_prompt_with_enough_blocks_is_dense(rule: PromptRule) -> None:
     assert attended.item() == pytest.approx(1101 / 2)
 
 
-@pytest.mark.parametrize("scores", ["exact", "m16", "m4", "p2dr", "page"])
+@pytest.mark.parametrize("scores", ["all", "m16", "m4", "p2dr", "page"])
 def test_a_prompts_tiles_attend_the_blocks_of_their_largest_masses(scores: str) -> None:
     """With all blocks as candidates and all rows ranking, every source finds the same."""
     q, k, v = _draw(1100, 1100)
@@ -269,6 +270,104 @@ def test_a_mass_too_small_is_left_out() -> None:
     assert none < less < all_of_it
 
 
+def test_a_budget_grows_with_depth() -> None:
+    drawn = _draw(2200, 2200)
+    shares = []
+    for growth in (-1.0, 0.0, 1.0):
+        rule = replace(PROMPT, blocks=1, growth=growth)
+        shares.append(prompts.attend(rule, *drawn)[1].item())
+    assert shares[2] < shares[1] < shares[0]
+    q, k, v = drawn
+    rule = replace(PROMPT, blocks=16384 // 512, growth=1.0, rank_rows=32)  # a block each 512 keys
+    _, attended = prompts.attend(rule, q, k, v)
+    assert attended.item() == pytest.approx(_attended(lambda row: round((row + 1) / 512)), rel=1e-3)
+
+
+def _attended(places: Callable[[int], int], count: int = 2200) -> float:
+    """Keys that a row of tiles of 32 attends in the mean, with a window of 64."""
+    total = 0
+    for row in range(count):
+        tile = row // 32 * 32
+        between = max(tile // 64 - 2, 0)
+        total += 64 * min(places(tile), between) + min(row + 1, 64 + 64 + row % 64 + 1)
+    return total / count
+
+
+@pytest.mark.parametrize("ranks", ["m2", "p2dr", "page"])
+def test_a_sketch_may_rank_beside_exact_logits_of_what_is_attended_anyway(ranks: str) -> None:
+    q, k, v = _draw(1100, 1100)
+    rule = replace(PROMPT, scores="all", ranks=ranks, rank_rows=32)
+    out, _ = prompts.attend(rule, q, k, v)
+    rows, pages = torch.arange(992, 1024), Pages(k, v)
+    exact = _logits(q[:, :, rows], k).masked_fill(torch.arange(1100) > rows[:, None], -math.inf)
+    logits = exact[..., : 17 * 64].unflatten(-1, (-1, 64)).logsumexp(-1)
+    scale = DIM**-0.5
+    if ranks == "page":
+        logits[..., 1:14] = pages.logits(q[:, :, rows], scale)[..., 1:14]
+    else:
+        made = pages.vectors(ranks).logits(q[:, :, rows]) * scale + math.log(2)
+        made = made.amax(-1) if ranks == "m2" else made.logsumexp(-1)
+        logits[..., 1:14] = made[..., 1:14]
+    mass = logits.softmax(-1).sum(1).amax(1)
+    for head in range(HEADS):
+        keep = torch.zeros(1100, dtype=torch.bool)
+        for block in (0, 14, 15, *(1 + mass[head, 1:14].topk(3).indices)):
+            keep[64 * block : 64 * block + 64] = True
+        weights = exact[head].masked_fill(~keep, -math.inf).softmax(-1)
+        torch.testing.assert_close(out[head][:, rows], weights @ v[head], rtol=1e-3, atol=1e-4)
+
+
+def test_spread_and_the_largest_share_change_what_is_named() -> None:
+    drawn = _draw(1100, 1100)
+    rule = replace(PROMPT, scores="p2dr", candidates=5)
+    plain, _ = prompts.attend(rule, *drawn)
+    for other in (
+        {"variance": True},
+        {"name_by": "largest"},
+        {"name_stride": 16},
+        {"rank_by": "sum"},
+    ):
+        assert not torch.allclose(prompts.attend(replace(rule, **other), *drawn)[0], plain)
+
+
+def test_the_tail_of_a_prompt_is_one_key_for_each_block_that_is_not_attended() -> None:
+    q, k, v = _draw(1100, 1100)
+    out, _ = prompts.attend(replace(PROMPT, blocks=0, tail="page"), q, k, v)
+    pages, rows = Pages(k, v), torch.arange(992, 1024)  # whose window begins in block 14
+    logits = _logits(q[:, :, rows], k).masked_fill(torch.arange(1100) > rows[:, None], -math.inf)
+    logits[..., 64 : 14 * 64] = -math.inf
+    means = (q[:, :, rows] @ pages.mean()[:, None, 1:14].mT) / math.sqrt(DIM) + math.log(64)
+    weights = torch.cat([logits, means], -1).softmax(-1)
+    expected = weights @ torch.cat([v, pages.value_means(4)[:, 1:14]], 1)[:, None]
+    torch.testing.assert_close(out[:, :, rows], expected, rtol=1e-3, atol=1e-4)
+    by_sketch, _ = prompts.attend(replace(PROMPT, blocks=0, tail="p2dr"), q, k, v)
+    dense = _dense(q, k, v)
+    assert (by_sketch - dense).abs().mean() < (out - dense).abs().mean()
+
+
+@pytest.mark.parametrize("vectors", [4, 16, 32, 64])
+@pytest.mark.parametrize("how", ["plain", "base", "causal", "largest"])
+def test_the_kernel_of_block_logits_is_plain_torch(vectors: int, how: str) -> None:
+    make = torch.Generator().manual_seed(vectors)
+    q, x = (torch.randn(2, *shape, 32, generator=make) for shape in ((150,), (21, vectors)))
+    base = torch.randn(2, 150, 21, generator=make) if how == "base" else None
+    rows = torch.arange(150) * 3 if how == "causal" else None
+    expected = blocks.block_logits(q, x, 0.3, base=base, rows=rows, largest=how == "largest")
+    found = blocks.launch_block_logits(q, x, 0.3, base, rows, how == "largest")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tile", "start"), [(16, 512), (32, 512), (64, 0)])
+def test_the_kernel_of_chosen_blocks_is_plain_torch(tile: int, start: int) -> None:
+    q, k, v = _draw(128, start + 100)
+    tiles, count = 128 // tile, -(-(start + 100) // 64)
+    chosen = torch.rand(HEADS, tiles, count) < 0.4
+    chosen[:, :, 0] = True
+    expected = blocks.attend_blocks(q, k, v, chosen, tile, start)
+    found = blocks.launch_attend_blocks(q, k, v, chosen, tile, start)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_anchors_and_the_last_rows_are_dense_and_no_row_depends_on_later_ones() -> None:
     q, k, v = _draw(1100, 1100)
     rule = replace(PROMPT, anchors=64, dense_last=10)
@@ -288,6 +387,38 @@ def test_anchors_and_the_last_rows_are_dense_and_no_row_depends_on_later_ones() 
     torch.testing.assert_close(again[:, :, :960], other[:, :, :960])
 
 
+def test_the_cost_of_a_prompt_is_of_whole_blocks() -> None:
+    assert cost(PromptRule(), 1024) == ({"attend": 1.0}, 2 * 2 * 64 * 128 * 136 / 2**30)
+    rule = PromptRule("m16", blocks=2, tile=32, candidates=3, rank_rows=16, window=64, anchors=64)
+    attended, named, ranked, rows, read = 0.0, 0.0, 0.0, 0.0, 0.0
+    for tile in range(64):  # of a prompt of 2048, a layer of one KV head
+        own = tile // 2
+        always = min(own + 1, 3)
+        between = own + 1 - always
+        attended += 2 * 64 * (always + min(between, 2))
+        named += 4 * own / 4
+        ranked += 64 * (always + min(between, 3)) / 2
+        rows += 2 * 64 * (own + 1) / 64
+        read += 2 * 16384 * (always + min(between, 2)) + 16384 * (always + min(between, 3))
+        read += (4 * 256 + 256) * own * (8 * 4 / 128) + 2 * 16384 * (own + 1) / 64 * 32 * 4 / 128
+    dense = 2 * 64 * 2 * sum(range(1, 33))
+    parts, gib = cost(rule, 2048)
+    expected = {"attend": attended, "name": named, "rank": ranked, "dense rows": rows}
+    assert parts == pytest.approx({name: x / dense for name, x in expected.items()})
+    assert gib == pytest.approx(read / 2**30)
+
+
+def test_sketches_cost_half_and_tails_a_key_for_each_block() -> None:
+    rule = PromptRule("all", ranks="m2", blocks=8)
+    parts = cost(rule, 65536)[0]
+    assert set(parts) == {"attend", "rank"}
+    assert cost(replace(rule, ranks="p2dr"), 65536)[0]["rank"] < 0.53 * parts["rank"]
+    fewer = cost(replace(rule, ranks="page", scores="page"), 65536)[0]
+    assert fewer["name"] < 0.1 * parts["rank"]
+    assert cost(replace(rule, tail="page"), 65536)[0]["tail"] == pytest.approx(1 / 64, rel=0.1)
+    assert cost(replace(rule, growth=1.0), 65536)[0]["attend"] > parts["attend"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -297,7 +428,11 @@ def test_anchors_and_the_last_rows_are_dense_and_no_row_depends_on_later_ones() 
         (lambda: DecodeRule("p4", level1="p9"), "level1: expected a sketch"),
         (lambda: DecodeRule("p4", shares="pages", pages=0.5), "shares: expected context"),
         (lambda: PromptRule("p9"), "scores: expected a sketch"),
-        (lambda: PromptRule("m16", tile=96), "a tile in 1024"),
+        (lambda: PromptRule("exact"), "scores: expected a sketch or one of"),
+        (lambda: PromptRule("m16", ranks="all"), "ranks: expected a sketch or one of"),
+        (lambda: PromptRule("m16", tail="exact"), "tail: expected a sketch or one of"),
+        (lambda: PromptRule("m16", name_stride=3), "name_stride: expected one in the tile"),
+        (lambda: PromptRule("m16", tile=96), "a tile in 4096"),
         (lambda: _decoded(DecodeRule("p4", window=0), _draw(200, 700)), "reaches the prompt"),
     ],
 )
@@ -394,6 +529,8 @@ def test_a_run_goes_on_where_others_stopped_and_its_figures_are_merged(
     assert everything["kl"] < 1e-4 < window["kl"]
     assert window["attended"] == pytest.approx(64 + 128 + 24, abs=3)
     assert window["of_task"] == {"t, plain": {"kl": window["kl"], "added_nll": window["added_nll"]}}
+    assert cell["of_question"] == {"plain": 2}
+    assert window["of_question"]["plain"]["kl"] == window["kl"]
     text = run("table", merged, "--set", "decode")
     assert text.startswith("| variant | MiB | m, 0k |")
     assert "| window | " in text

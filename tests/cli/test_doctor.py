@@ -50,7 +50,7 @@ def test_versions_are_their_leading_numbers(text: str, expected: tuple[int, ...]
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [((3, 9), "problem"), ((3, 10), "ok"), ((3, 13), "ok"), ((3, 14), "problem")],
+    [((3, 10), "problem"), ((3, 11), "ok"), ((3, 13), "ok"), ((3, 14), "problem")],
 )
 def test_python_range(
     version: tuple[int, int], status: str, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +63,7 @@ def test_python_range(
 
 @pytest.mark.parametrize(
     ("version", "remedy"),
-    [(None, "pip install torch"), ("2.7.1", "pip install --upgrade torch")],
+    [(None, "pip install torch"), ("2.9.1", "pip install --upgrade torch")],
 )
 def test_torch_missing_or_old(version: str | None, remedy: str, versions: Versions) -> None:
     versions["torch"] = version
@@ -226,3 +226,16 @@ def test_the_exit_status_says_whether_serving_would_work(
     assert "Serving would not work: vLLM" in output
     assert "vLLM: pip install 'sparsek-backend[vllm]'" in output
     assert "xformers: pip install 'sparsek-backend[xformers]'" in output
+
+
+def test_ranges_are_those_of_the_package_and_the_pages() -> None:
+    root = Path(__file__).parents[2]
+    project = (root / "pyproject.toml").read_text(encoding="utf-8")
+    (_, least), (_, most) = doctor.PYTHON_RANGE
+    torch = ".".join(map(str, doctor.TORCH_MINIMUM))
+    assert f'requires-python = ">=3.{least},<3.{most + 1}"' in project
+    assert f'"torch>={torch}"' in project
+    for page in ("README.md", "docs/start.md"):
+        text = (root / page).read_text(encoding="utf-8")
+        assert text.count(f"Python 3.{least} to 3.{most}") == text.count("Python 3.") == 2, page
+        assert f"torch {torch} or later" in text

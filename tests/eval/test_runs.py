@@ -238,7 +238,7 @@ def test_results_are_written_and_read_from_the_record_alone(tmp_path: Path) -> N
     assert read_results([full, full]) == ("m", document["retrieval"])
     with pytest.raises(ValueError, match=r"r\.jsonl: expected the JSON of"):
         read_results([full, tmp_path / "r.jsonl"])
-    picture = plot_accuracy(retrieval_rows(runs), tmp_path / "q.png", "title")
+    picture = plot_accuracy(retrieval_rows(runs), tmp_path / "q.png", "m")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [table.row_count for table in retrieval_tables(retrieval_rows(runs))] == [2, 3]
     assert perplexity_table(perplexity_rows(runs)).row_count == 2

@@ -103,3 +103,10 @@ def test_scripts_and_settings_exist(page: Path) -> None:
         assert (ROOT / script).is_file(), script
     for section in re.findall(r'\{"sparsek": (\{.*?\})\}', text):
         assert set(json.loads(section)) <= set(SparsityConfig.model_fields), section
+
+
+def test_every_picture_is_on_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = set(re.findall(r"!\[[^\]]*\]\((?:.*/)?([^)/]+\.png)\)", text))
+    kept = [*(ROOT / "docs").glob("*.png"), *(ROOT / "benchmarks" / "results").glob("*.png")]
+    assert {path.name for path in kept} == shown

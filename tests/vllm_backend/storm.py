@@ -182,7 +182,7 @@ async def _storm(url: str, count: int, seed: int) -> Report:
         for shot in shots:
             try:
                 status = await asyncio.wait_for(_answer(client, shot), SECONDS)
-            except (httpx.HTTPError, asyncio.TimeoutError) as error:
+            except (TimeoutError, httpx.HTTPError) as error:
                 report.faults.append(f"{shot.kind}: {error!r} to {shot.body[:200]!r}")
                 continue
             report.answers[shot.kind, status] += 1

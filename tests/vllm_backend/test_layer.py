@@ -70,6 +70,14 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     assert metadata.attended_share == share / metadata.context_tokens
 
 
+def test_the_last_token_of_a_prompt_is_a_decode_if_it_comes_alone(current: Any) -> None:
+    builder, _ = make_builder(make_layer(), current)
+    step = make_step([300, 221, 400], [1, 1, 2], 64)
+    step.is_prefilling = torch.tensor([False, True, True])
+    batch = builder.build(0, step).batch
+    assert (batch.num_decodes, batch.num_prefills) == (2, 1)
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_one_phase_alone_is_sparse(phase: str, tmp_path: Path) -> None:
     settings = {"sparsek": {**SETTINGS, "sparse_phase": phase}}
@@ -422,9 +430,12 @@ def test_device_metadata_needs_no_device_lengths(current: Any, known: bool) -> N
     step.seq_lens_cpu_upper_bound = step.seq_lens.clone() if known else None
     step.seq_lens = SimpleNamespace(shape=(2,))
     metadata = builder.build(0, step)
-    assert metadata.batch.seq_lens_host is None
+    assert metadata.batch.seq_lens_host == ((90, 50) if known else None)  # exact of prefills
     assert metadata.batch.query_lens_host == (1, 50)
     assert metadata.batch.num_decodes == 1
     assert metadata.context_tokens >= 90 + 50 * 51 // 2
     if known:
         assert metadata.context_tokens == 90 + 50 * 51 // 2
+    decodes = make_step([90, 50], [1, 1], 32)
+    decodes.seq_lens_cpu_upper_bound = decodes.seq_lens.clone()
+    assert builder.build(0, decodes).batch.seq_lens_host is None  # no kernel asks for them

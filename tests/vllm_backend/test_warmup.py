@@ -15,14 +15,15 @@ import torch
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek.warmup import (
     decode_shapes,
+    doubled,
     made_up_prefill,
-    numbers,
     prefill_policies,
     prefill_shapes,
     warm_up,
 )
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.attend.config import decode_config, prefill_config
+from sparsek_kernels.paged.config import most_splits
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, everything, plan_step
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -63,27 +64,27 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SelectionPolicy, int
     return calls
 
 
-@pytest.mark.parametrize("most", [-1, 0, 1, 2, 33, 34, 37, 640])
-def test_numbers_end_at_the_most_and_grow_by_a_fifth_after_the_first(most: int) -> None:
-    found = list(numbers(most))
+@pytest.mark.parametrize("most", [-1, 0, 1, 2, 3, 33, 64, 65, 640])
+def test_doubled_numbers_end_at_the_most(most: int) -> None:
+    found = doubled(most)
     assert found[-1:] == ([most] if most > 0 else [])
-    assert found[:33] == list(range(1, min(most, 33) + 1))
-    assert all(a < b <= 1.2 * a for a, b in pairwise(found[32:]))
+    assert found[:1] == ([1] if most > 0 else [])
+    assert all(a < b <= 2 * a for a, b in pairwise(found))
 
 
 def test_shapes_of_long_prompts() -> None:
-    least = 6144
+    least = 8192
     assert prefill_shapes(LONG, 20_000, 256, 5) == [
-        *((context, 1, 1, least) for context in (least, 8192, 12288, 16384, 20_000)),
-        *((20_000, tokens, 1, least) for tokens in (64, 128, 192, 256)),
-        *((20_000, 256, prompts, least) for prompts in (2, 3, 4, 5)),
+        *((context, 1, 1, least) for context in (least, 16384, 20_000)),
+        *((20_000, tokens, 1, least) for tokens in (64, 128, 256)),
+        *((20_000, 256, prompts, least) for prompts in (2, 4, 5)),
     ]
     last = replace(LONG, dense_last=100)
-    assert prefill_shapes(last, least, 256, 5) == [
-        *((least, tokens, 1, least) for tokens in (101, 128, 192, 256)),
-        (least, 256, 2, least),
+    assert prefill_shapes(last, 6144, 256, 5) == [
+        *((6144, tokens, 1, 6144) for tokens in (101, 128, 256)),
+        (6144, 256, 2, 6144),
     ]
-    assert prefill_shapes(last, least, 100, 5) == []
+    assert prefill_shapes(last, 6144, 100, 5) == []
 
 
 @pytest.mark.parametrize("sms", [78, 132, 148])
@@ -101,19 +102,24 @@ def test_every_prefill_finds_its_kernels(
     def compiled(tiles: int, context: int) -> int:
         blocks = -(-context // policy.sel_block_size)
         most_blocks = max(policy.budget_blocks, policy.dense_below // policy.sel_block_size)
-        return prefill_config(
+        config = prefill_config(
             tiles=tiles, num_kv_heads=heads, group=4, head_dim=128, tile=LONG.query_tile,
             blocks=min(blocks, most_blocks) if policy.selects_blocks else blocks,
             sel_block=policy.sel_block_size, itemsize=2, arch=90, num_sms=sms,
-        ).splits  # fmt: skip
+        )  # fmt: skip
+        return most_splits(config.splits)
 
-    def tiles(tokens: int, prompts: int) -> int:
-        return tokens // LONG.query_tile + 2 * prompts
+    def tiles(context: int, tokens: int, prompts: int, least: int) -> int:
+        counts = [tokens // prompts + (index < tokens % prompts) for index in range(prompts)]
+        lengths = [context, *(max(least, count) for count in counts[1:])]
+        tile = LONG.query_tile
+        pairs = zip(lengths, counts, strict=True)
+        return sum((length - 1) // tile - (length - count) // tile + 1 for length, count in pairs)
 
     shapes = prefill_shapes(policy, longest, most, 256)
-    known = {compiled(tiles(tokens, prompts), context) for context, tokens, prompts, _ in shapes}
+    known = {compiled(tiles(*shape), shape[0]) for shape in shapes}
     asked = {
-        compiled(tiles(tokens, prompts), context)
+        compiled(tiles(context, tokens, prompts, context), context)
         for context in range(shapes[0][0], longest + 1, longest // 64)
         for tokens in range(1, most + 1, 64)
         for prompts in (1, 2, 7, 30, 256)
@@ -139,19 +145,22 @@ def test_our_kernels_attend_dense_prompts_without_flash_attention() -> None:
 
 
 def test_shapes_of_decodes() -> None:
-    assert decode_shapes(LONG.by_records(3072), 13, 12) == [
-        *((1, context) for context in (1, 2, 3, 4, 6, 8, 12, 13)),
-        *((count, 13) for count in range(1, 13)),
+    rule = LONG.by_records(3072)
+    assert decode_shapes(rule, 13, 12, 8) == [
+        *((count, context) for count in (1, 4) for context in (1, 2, 4, 8, 13)),
+        *((count, 13) for count in (2, 8, 12)),
     ]
-    dense = decode_shapes(SelectionPolicy(), 20_000, 1024)
+    assert decode_shapes(rule, 4, 1, 8) == [(1, 1), (1, 2), (1, 4)]
+    dense = decode_shapes(SelectionPolicy(), 20_000, 1024, 8)
     assert max(context for _, context in dense) == 8192
 
 
 @pytest.mark.parametrize("sms", [78, 132, 148])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 @pytest.mark.parametrize("policy", [LONG, SelectionPolicy()], ids=["sparse", "dense"])
+@pytest.mark.parametrize("most", [3, 16, 300, 2048])
 def test_every_number_of_decodes_finds_its_kernel(
-    policy: SelectionPolicy, heads: int, sms: int
+    most: int, policy: SelectionPolicy, heads: int, sms: int
 ) -> None:
     rule = policy.by_records(3072)
 
@@ -163,12 +172,12 @@ def test_every_number_of_decodes_finds_its_kernel(
             blocks=min(blocks, rule.budget_blocks) if rule.selects_blocks else blocks,
             sel_block=size, arch=90, num_sms=sms,
         )  # fmt: skip
-        return config.splits, config.num_warps
+        return most_splits(config.splits), config.num_warps
 
-    known = {compiled(*shape) for shape in decode_shapes(rule, 131072, 2048)}
+    known = {compiled(*shape) for shape in decode_shapes(rule, 131072, most, heads)}
     contexts = [(131072 * step) // 64 for step in range(1, 65)]
     contexts += range(1, 4096, 48)
-    counts = (*range(1, 100), *range(100, 700, 7))
+    counts = [count for count in (*range(1, 100), *range(100, 700, 7)) if count <= most]
     asked = {compiled(count, context) for context in contexts for count in counts}
     assert asked <= known
 
@@ -200,9 +209,9 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
     before = STATS.forward_calls, STATS.steps
     warm_up(layers, make_spec(layers[0], current), current, torch.device("cpu"))
     assert (STATS.forward_calls, STATS.steps) == before
-    expected = []
+    expected, heads = [], layers[0].impl.num_kv_heads
     for policy in dict.fromkeys(layer.impl.policy for layer in layers):
-        for requests, context in decode_shapes(policy.decode, 1000, 5):
+        for requests, context in decode_shapes(policy.decode, 1000, 5, heads):
             expected += [(policy.decode, context, requests)]
         for prefill in prefill_policies(policy.prefill, False):
             for shape in prefill_shapes(prefill, 1000, 1000, 5):

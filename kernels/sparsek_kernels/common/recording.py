@@ -59,25 +59,20 @@ def has_launch_hook() -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """An argument that a replay exchanges: ``offset`` bytes behind the start of a tensor."""
-
-    argument: int
-    tensor: int
-    offset: int
+_Place = tuple[int, int, int]
+"""An argument that a replay exchanges: its index, that of a tensor, and bytes behind its start."""
+_STREAM = 3
+"""Index of the stream in what a launcher takes, after the grid."""
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """A compiled kernel, its grid and its arguments, and which of these are exchanged."""
+    """A function that launches a kernel, its arguments, and which of them a replay exchanges."""
 
     run: Any
-    head: tuple[Any, ...]
-    grid: tuple[int, int, int]
     args: list[Any]
-    pointers: list[_Place]
-    descriptors: list[_Place]
+    pointers: tuple[_Place, ...]
+    descriptors: tuple[_Place, ...]
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,9 @@ class Recording:
             self._usable = False
         if not self._usable:
             return
-        bound = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
+        head = (compiled.function, compiled.packed_metadata, None, None, None)
+        own = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
+        launcher, bound = _shortest(compiled.run, [*(*grid, 1, 1)[:_STREAM], None, *head], own)
         pointers: list[_Place] = []
         descriptors: list[_Place] = []
         for index, value in enumerate(bound):
@@ -128,9 +125,7 @@ class Recording:
                 bound[index] = value if described else tensor.data_ptr()
             else:
                 (descriptors if described else pointers).append(place)
-        head = (compiled.function, compiled.packed_metadata, None, None, None)
-        x, y, z = (*grid, 1, 1)[:3]
-        self._launches.append(_Launch(compiled.run, head, (x, y, z), bound, pointers, descriptors))
+        self._launches.append(_Launch(launcher, bound, tuple(pointers), tuple(descriptors)))
 
     def _find(self, argument: int, tensor: torch.Tensor) -> _Place | None:
         """The exchanged tensor that an argument is, or lies in; ``None`` for any other."""
@@ -143,7 +138,7 @@ class Recording:
             return None
         if len(same) > 1:  # which of them the argument follows cannot be told
             self._usable = False
-        return _Place(argument, same[0], address - (self._addresses[same[0]] or 0))
+        return argument, same[0], address - (self._addresses[same[0]] or 0)
 
     def finish(self) -> Replay | None:
         """The launches; ``None`` where they cannot be replayed, or there were none."""
@@ -166,17 +161,44 @@ class Replay:
 
     def __call__(self, tensors: Tensors, device: int) -> None:
         """Launch everything on the device's current stream, on these tensors."""
-        stream = current_stream(device)
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        self.launch([0 if x is None else x.data_ptr() for x in tensors], current_stream(device))
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch everything on tensors at these addresses; that of ``None`` is 0."""
         for launch in self.launches:
             args = launch.args.copy()
-            for place in launch.pointers:
-                args[place.argument] = addresses[place.tensor] + place.offset
-            for place in launch.descriptors:
-                moved = copy.copy(args[place.argument])
-                moved.base = _Address(addresses[place.tensor] + place.offset)
-                args[place.argument] = moved
-            launch.run(*launch.grid, stream, *launch.head, *args)
+            args[_STREAM] = stream
+            for index, tensor, offset in launch.pointers:
+                args[index] = addresses[tensor] + offset
+            for index, tensor, offset in launch.descriptors:
+                moved = args[index] = copy.copy(args[index])
+                moved.base = _Address(addresses[tensor] + offset)
+            launch.run(*args)
+
+
+def _shortest(launcher: Any, head: list[Any], own: list[Any]) -> tuple[Any, list[Any]]:
+    """What launches in the end, and its arguments, which end with the kernel's ``own``.
+
+    Triton's launcher is in Python and spends half a microsecond before it calls a function in C.  A
+    copy of it shows that call.  Where the launcher does more, or ends otherwise, it stays.
+    """
+    whole = [*head, *own]
+    if any(getattr(launcher, f"{kind}_scratch_size", 1) for kind in ("global", "profile")):
+        return launcher, whole
+    calls: list[tuple[Any, ...]] = []
+    shown = copy.copy(launcher)
+    shown.launch = lambda *args: calls.append(args)
+    try:
+        shown(*whole)
+        [call] = calls
+    except (TypeError, ValueError, AttributeError):
+        return launcher, whole
+    begin = _STREAM + 1
+    same = [*call[:begin], *call[max(len(call) - len(own), begin) :]]
+    wanted = [*head[:begin], *own]
+    if len(same) != len(wanted) or any(x is not y for x, y in zip(same, wanted, strict=True)):
+        return launcher, whole
+    return launcher.launch, list(call)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +31,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from sparsek_kernels.paged.replay import ReplayableCall
 
@@ -127,7 +128,7 @@ def write_index(
         NotImplementedError: on a GPU, a last dimension that is not contiguous.
     """
     tensors = (k_cache, v_cache, k_summary, *index.tensors)
-    call = _replayable(tensors, ("write", policy, index.key), batch)
+    call = _replayable(tensors, (policy, index.key), batch.derived("replays of writes", dict))
     if call is not None and call.replay():
         return
     _, page_size, dim = check_cache(k_cache, v_cache)
@@ -393,22 +394,30 @@ def _replayable_segment(
     operands: PagedOperands, segment: Segment, index: Indexer | None
 ) -> ReplayableCall | None:
     """A segment's launches as ones that may be repeated; ``None`` where they are not launches."""
-    of_prompt = not segment.decodes or segment.rows != slice(None)
-    by_token = segment.fixed_order or (segment.policy.query_tile == 1 and of_prompt)
-    if by_token or operands.lse is not None or (index is not None and not index.replayable):
+    if not segment.repeats or operands.lse is not None:
         return None
-    options = (segment.policy, operands.softmax_scale, operands.k_scale, operands.v_scale)
-    if index is None:
-        return _replayable(operands.tensors, options, segment.batch)
-    return _replayable((*operands.tensors, *index.tensors), (*options, index.key), segment.batch)
+    tensors = operands.tensors
+    options: tuple[Hashable, ...] = (operands.softmax_scale, operands.k_scale, operands.v_scale)
+    if index is not None:
+        if not index.replayable:
+            return None
+        tensors, options = tensors + index.tensors, (*options, index.key)
+    return _replayable(tensors, options, segment.replays)
 
 
 def _replayable(
-    tensors: tuple[torch.Tensor | None, ...], options: Hashable, batch: PagedBatch | None = None
+    tensors: tuple[torch.Tensor | None, ...],
+    options: Hashable,
+    replays: dict[Hashable, Any] | None = None,
 ) -> ReplayableCall | None:
     """The call as one whose launches may be replayed, before any check; ``None`` on a CPU."""
     if not isinstance(tensors[0], torch.Tensor) or not tensors[0].is_cuda:
         return None
+    return _find_replayable()(tensors, options, replays)
+
+
+@cache
+def _find_replayable() -> Callable[..., ReplayableCall | None]:
     from sparsek_kernels.paged.replay import replayable
 
-    return replayable(tensors, options, batch)
+    return replayable

@@ -32,8 +32,9 @@ class PagedBatch:
         decode_query_len: most query tokens of a decode (1, or 1 + k when speculating).
         max_query_len: most query tokens of any request.
         max_seq_len: an upper bound of ``seq_lens``.
-        seq_lens_host: ``seq_lens`` on the host where the caller has them; the CPU path needs
-            them, CUDA kernels never do.
+        seq_lens_host: ``seq_lens`` on the host where the caller has them; of decodes on a GPU upper
+            bounds are enough.  The CPU path needs them; on a GPU they spare prefills' kernels
+            programs without work.
         query_lens_host: query tokens of each request on the host; where they are missing,
             :attr:`query_lens` waits for the device.
         first_row: ``cu_seqlens_q[0]``; above 0 in a :meth:`part` of a batch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -122,8 +123,9 @@ def fit_pages(policy: SelectionPolicy, page_size: int) -> SelectionPolicy:
     return replace(policy, sel_block_size=fitting)
 
 
+@lru_cache(maxsize=256)
 def fit_both(policy: StepPolicy, page_size: int) -> StepPolicy:
-    """Both phases' policies by :func:`fit_pages`."""
+    """Both phases' policies by :func:`fit_pages`; equal ones become one object."""
     prefill, decode = (fit_pages(one, page_size) for one in (policy.prefill, policy.decode))
     same = prefill is policy.prefill and decode is policy.decode
     return policy if same else StepPolicy(prefill, decode)

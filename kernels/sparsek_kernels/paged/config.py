@@ -61,9 +61,19 @@ def choose_splits(programs: int, pieces: int, resident: int, *, most: int = 32) 
     return best
 
 
+def most_splits(splits: int) -> int:
+    """Programs that a kernel has room to add up, of which it is compiled for three numbers."""
+    return 1 if splits == 1 else 8 if splits <= 8 else _SPLIT_STEPS[-1]
+
+
 def is_hopper(arch: int) -> bool:
     """Whether ``arch`` (as ``major * 10 + minor``) has the large shared memory of sm_90."""
     return 90 <= arch < 120
+
+
+def overlaps(arch: int) -> bool:
+    """Whether kernels start while their predecessors drain: on sm_90, where that has been run."""
+    return arch // 10 == 9
 
 
 def has_wgmma(arch: int) -> bool:

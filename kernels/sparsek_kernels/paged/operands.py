@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+_ALL = slice(None)
+
 
 class Ranks(Protocol):
     """Ranks that hold the pages of sequences between them; all of them make each call together."""
@@ -85,7 +87,7 @@ class PagedOperands:
 
     def of_rows(self, rows: slice) -> PagedOperands:
         """The operands of some rows of ``q`` and ``out``."""
-        if rows == slice(None):
+        if rows == _ALL:
             return self
         lse = None if self.lse is None else self.lse[rows]
         return replace(self, q=self.q[rows], out=self.out[rows], lse=lse)

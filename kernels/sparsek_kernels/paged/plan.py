@@ -12,9 +12,11 @@ Segments are attended in order: a later one overwrites rows that an earlier one 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 
@@ -49,10 +51,30 @@ class Segment:
         """Whether the queries are decoded tokens."""
         return self.batch.num_decodes > 0
 
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether later layers may repeat its launches: not where a prompt's tokens are alone."""
+        of_prompt = not self.decodes or self.rows != slice(None)
+        return not (self.fixed_order or (self.policy.query_tile == 1 and of_prompt))
+
+    @cached_property
+    def replays(self) -> dict[Hashable, Any]:
+        """Launches of earlier layers, which later ones repeat (``replay.py``)."""
+        return {}
+
     @property
     def by_request(self) -> bool:
         """Whether a request's tokens share a selection; else every token, or tile, has its own."""
         return self.decodes and self.policy.alignment > 0
+
+    def chooses(self, page_size: int) -> bool:
+        """Whether any query may have to choose: the longest context that pages hold has the room.
+
+        Pages and not lengths decide, so that a captured step serves longer sequences later.
+        """
+        batch, policy = self.batch, self.policy
+        longest = max(batch.max_seq_len, batch.block_table.shape[1] * page_size)
+        return policy.scored_blocks > 0 and not policy.sees_all(longest - 1)
 
 
 def everything(policy: SelectionPolicy) -> SelectionPolicy:
@@ -97,7 +119,14 @@ def plan_step(
             bounds are enough: a prefill that only its bound keeps from being dense counts as
             sparse, and the sparse kernels attend everything for it.
     """
-    return batch.derived(("segments", policy), lambda: _segments(batch, policy, seq_lens))
+    # By identity first: the hash of policies takes longer than all else that a layer does here.
+    plans: dict[int, tuple[tuple[Segment, ...], StepPolicy]] = batch.derived("plans", dict)
+    found = plans.get(id(policy))
+    if found is None:
+        key = ("segments", policy)
+        segments = batch.derived(key, lambda: _segments(batch, policy, seq_lens))
+        found = plans[id(policy)] = (segments, policy)
+    return found[0]
 
 
 def plan_tokens(

@@ -8,16 +8,21 @@ from sparsek_kernels.paged.batch import PagedBatch
 
 
 def prefill_tiles(batch: PagedBatch, tile: int, num_rows: int) -> torch.Tensor:
-    """Device table of the prefills' tiles: ``[bound, 2]`` int32, request (or -1) and base.
+    """Device table of the prefills' tiles: ``[count, 2]`` int32, request (or -1) and base.
+
+    There are as many as the prefills have where the host knows their lengths, else up to two more
+    for each of them, which belong to no request.
 
     Args:
         tile: query positions of a tile.
         num_rows: rows of the queries that the batch counts in.
     """
-    tokens = num_rows - batch.first_row - batch.num_decode_tokens
-    bound = tokens // tile + 2 * batch.num_prefills
 
     def build() -> torch.Tensor:
+        count = _known_tiles(batch, tile)
+        if count is None:
+            tokens = num_rows - batch.first_row - batch.num_decode_tokens
+            count = tokens // tile + 2 * batch.num_prefills
         first = batch.num_decodes
         cu = batch.cu_seqlens_q[first:].to(torch.int64)
         counts = cu[1:] - cu[:-1]
@@ -25,7 +30,7 @@ def prefill_tiles(batch: PagedBatch, tile: int, num_rows: int) -> torch.Tensor:
         first_tile = (lens - counts).clamp(min=0) // tile
         tiles = torch.where(counts > 0, (lens - 1).clamp(min=0) // tile - first_tile + 1, 0)
         ends = tiles.cumsum(0)
-        index = torch.arange(bound, device=cu.device)
+        index = torch.arange(count, device=cu.device)
         owner = torch.searchsorted(ends, index, right=True)
         known = owner < lens.shape[0]
         owner = owner.clamp(max=lens.shape[0] - 1)
@@ -33,4 +38,14 @@ def prefill_tiles(batch: PagedBatch, tile: int, num_rows: int) -> torch.Tensor:
         request = torch.where(known, owner + first, -1)
         return torch.stack([request, base], dim=1).to(torch.int32).contiguous()
 
-    return batch.derived(("prefill tiles", tile, bound), build)
+    return batch.derived(("prefill tiles", tile, num_rows), build)
+
+
+def _known_tiles(batch: PagedBatch, tile: int) -> int | None:
+    """Tiles of the prefills, ``None`` where the host does not know their lengths."""
+    lengths, counts = batch.seq_lens_host, batch.query_lens_host
+    if lengths is None or counts is None:
+        return None
+    prefills = zip(lengths[batch.num_decodes :], counts[batch.num_decodes :], strict=True)
+    found = sum((n - 1) // tile - (n - count) // tile + 1 for n, count in prefills if count)
+    return max(found, 1)  # a grid has a program

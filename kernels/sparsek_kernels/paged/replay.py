@@ -7,7 +7,7 @@ that agree in these launch the same kernels with the same arguments, but for add
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,8 @@ import torch
 
 from sparsek_kernels.common.device import current_device, dispatch_modes
 from sparsek_kernels.common.recording import Replay, Tensors, has_launch_hook, recording
-from sparsek_kernels.paged.batch import ALIGNMENT, PagedBatch
+from sparsek_kernels.paged.batch import ALIGNMENT
+from sparsek_kernels.paged.scratch import take_turns
 
 _MOST_REPLAYS = 256
 
@@ -32,13 +33,17 @@ class ReplayableCall:
 
     Args:
         tensors: what differs between calls with one key.
+        addresses: where these begin; 0 stands for ``None``.
         key: all else that the call's launches depend on.
         replays: by key; ``None`` stands for launches that cannot be replayed.
+        device: where the call is launched.
     """
 
     tensors: Tensors
+    addresses: Sequence[int]
     key: Hashable
     replays: Replays
+    device: int
 
     def replay(self) -> bool:
         """Launch again what was launched with this key; ``False`` if nothing is remembered.
@@ -49,8 +54,9 @@ class ReplayableCall:
         found = self.replays.get(self.key)
         if found is None:
             return False
+        stream = take_turns(self.device)
         try:
-            found(self.tensors, current_device())
+            found.launch(self.addresses, stream)
         except (TypeError, ValueError, AttributeError, SystemError) as error:
             _refused.append(error)
             self.replays[self.key] = None
@@ -76,7 +82,7 @@ class ReplayableCall:
 
 
 def replayable(
-    tensors: Tensors, options: Hashable, batch: PagedBatch | None = None
+    tensors: Tensors, options: Hashable, replays: Replays | None = None
 ) -> ReplayableCall | None:
     """The call on these tensors; ``None`` for one that must go through the JIT.
 
@@ -87,8 +93,7 @@ def replayable(
     Args:
         tensors: what the launches read and write; the first is on a GPU.
         options: all else that they depend on.
-        batch: the step, which then keeps the replays; ``None`` where launches have no tensors but
-            these.
+        replays: keeps the launches; ``None`` where they have no tensors but these.
     """
     device = current_device()
     if (
@@ -99,16 +104,20 @@ def replayable(
     ):
         return None
     key: list[Hashable] = [device, options]
-    addresses = 0
-    for tensor in tensors:
+    addresses = []
+    together = 0
+    for tensor in tensors:  # every layer comes here: each of these calls takes a tenth of a us
         if tensor is None:
             key.append(None)
+            addresses.append(0)
             continue
         if not isinstance(tensor, torch.Tensor) or tensor.get_device() != device:
             return None
-        addresses |= tensor.data_ptr()
+        address = tensor.data_ptr()
+        addresses.append(address)
+        together |= address
         key += (tensor.shape, tensor.stride(), tensor.dtype)
-    if addresses % ALIGNMENT:
+    if together % ALIGNMENT:
         return None
-    replays = _without_batch if batch is None else batch.derived("replays", Replays)
-    return ReplayableCall(tensors, tuple(key), replays)
+    mine = _without_batch if replays is None else replays
+    return ReplayableCall(tensors, addresses, tuple(key), mine, device)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.common.device import device_arch
-from sparsek_kernels.paged.config import is_hopper, next_power_of_2
+from sparsek_kernels.common.device import current_stream, device_arch
+from sparsek_kernels.paged.config import next_power_of_2, overlaps
 
 _ROW_ELEMENTS = 1 << 24
 """Most elements (64 MiB) of a scratch tensor of a step that is handled token by token."""
@@ -18,10 +18,30 @@ def rows_per_step(width: int) -> int:
     return min(max(_ROW_ELEMENTS // width // 16, 1) * 16, MOST_ROWS)
 
 
-def overlap_options(device: torch.device) -> dict[str, bool]:
+def overlap_options(device: torch.device, allowed: bool = True) -> dict[str, bool]:
     """Compile and launch options that let a kernel start while its predecessor drains."""
-    use = device.type == "cuda" and is_hopper(device_arch(device))
+    use = allowed and device.type == "cuda" and overlaps(device_arch(device))
     return {"OVERLAP": True, "launch_pdl": True} if use else {"OVERLAP": False}
+
+
+_users: dict[int, torch.cuda.Stream] = {}
+"""By device, the stream whose calls used the scratch last."""
+
+
+def take_turns(device: int) -> int:
+    """A device's current stream, which now waits for the one that used the scratch before it.
+
+    Streams share scratch, so that it is there once, whatever streams a server warms up and captures
+    on.  Nothing waits while a graph is captured: whoever replays it orders it beside other calls.
+    """
+    before, now = _users.get(device), current_stream(device)
+    if before is not None and before.cuda_stream == now:
+        return now
+    if not torch.cuda.is_current_stream_capturing():
+        stream = _users[device] = torch.cuda.current_stream(device)
+        if before is not None:
+            stream.wait_stream(before)
+    return now
 
 
 _workspaces: dict[tuple[torch.device, str, int], torch.Tensor] = {}
@@ -31,8 +51,11 @@ def workspace(device: torch.device, name: str, numel: int, dtype: torch.dtype) -
     """Flat zero-initialised scratch of at least ``numel`` elements, kept for later calls.
 
     Sizes are rounded up to powers of two and never freed, so that captured graphs keep valid
-    addresses.  A first use under capture belongs to that graph alone.
+    addresses.  A first use under capture belongs to that graph alone.  Streams take turns
+    (:func:`take_turns`); threads must not call at the same time.
     """
+    if device.type == "cuda":
+        take_turns(device.index)
     size = next_power_of_2(max(numel, 1024))
     key = (device, name, size)
     found = _workspaces.get(key)

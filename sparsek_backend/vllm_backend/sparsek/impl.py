@@ -236,7 +236,8 @@ class SparseKImpl(AttentionImpl):
             return output.zero_()
         STATS.forward_calls += 1
         tokens = slice(attn_metadata.num_actual_tokens)
-        query, out = query[tokens], output[tokens]
+        whole = tokens.stop == query.shape[0]  # a slice takes microseconds
+        query, out = (query, output) if whole else (query[tokens], output[tokens])
         if self.attn_type == AttentionType.ENCODER_ONLY:
             fallback.attend_encoder(self, (query, key[tokens], value[tokens]), attn_metadata, out)
             return output
@@ -294,6 +295,6 @@ class SparseKImpl(AttentionImpl):
         Where the step has a rotation, that undoes the keys' positions, which are known here only.
         """
         index, rule = self.kept.indexers.written_once, self.kept.policy
-        policy = rule.decode if rule.decode.selects_blocks else rule.prefill
         if index is not None and self.kv_sharing_target_layer_name is None:
+            policy = rule.decode if rule.decode.selects_blocks else rule.prefill
             write_index(operands.k_cache, operands.v_cache, operands.summary, batch, policy, index)

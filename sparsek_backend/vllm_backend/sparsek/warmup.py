@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_kernels.paged.attend.config import MANY_PROGRAMS
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.plan import everything
@@ -26,35 +27,19 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
 
 logger = init_logger(f"vllm.{__name__}")
 
-_EACH_NUMBER = 33
-"""Warps depend on whether 32 programs or more are needed."""
 _MOST_DECODES, _MOST_TILES = 640, 576
 """Decodes and query tiles, up to where each has programs to itself."""
 _LONG_DECODE, _LONG_PREFILL = 1 << 13, 1 << 16
 """Tokens that keep as many programs busy as any longer context that is attended whole."""
 
 
-def numbers(most: int) -> Iterator[int]:
-    """The first numbers, on which a program's warps depend too, and larger ones up to ``most``.
+def doubled(most: int) -> list[int]:
+    """The powers of two below ``most``, and ``most``; nothing for 0.
 
-    Each of these is at most a fifth larger than the one before it.  Programs that share a tile are
-    what the device runs at once divided by the number of tiles, cut to a few values that are at
-    least a third apart: each value has one of these numbers.
+    Kernels are compiled for ranges of such numbers.  Each range goes up to twice its start, or
+    further, but for the last one, which ``most`` is in.
     """
-    number = 1
-    while number < most:
-        yield number
-        number += 1 if number < _EACH_NUMBER else number // 5
-    if most > 0:
-        yield most
-
-
-def contexts_to(longest: int) -> list[int]:
-    """Each power of two, half as much again, and the longest: what rounds up to the same powers of
-    two, or leaves room for as many programs, is compiled once."""
-    powers = [1 << power for power in range(longest.bit_length())]
-    lengths = {*powers, *(3 * power // 2 for power in powers), longest}
-    return sorted(length for length in lengths if length <= longest)
+    return [1 << power for power in range(max(most - 1, 0).bit_length())] + [most] * (most > 0)
 
 
 def prefill_shapes(
@@ -62,17 +47,16 @@ def prefill_shapes(
 ) -> list[tuple[int, int, int, int]]:
     """``(context, query tokens, prompts, least)`` of steps that need the kernels of every prefill.
 
-    ``least`` are the tokens of all prompts but the first.  A few programs share each query tile: as
-    many as the number of tiles leaves room for, or the blocks of the longest context, whichever is
-    less.  So there is the longest context with every number of tiles, of one prompt or several, and
-    every context with the fewest tiles.
+    ``least`` are the tokens of all prompts but the first.  Programs share a query tile the more,
+    the longer the context and the fewer the tiles.  So there is every context with the fewest
+    tiles, and the longest with every number of tiles, of one prompt or several.
 
     Args:
         max_model_len: longest context.
         max_tokens: most tokens of a step.
         max_num_seqs: most requests of a step.
     """
-    contexts = contexts_to(min(max_model_len, _LONG_PREFILL) if policy.is_band else max_model_len)
+    contexts = doubled(min(max_model_len, _LONG_PREFILL) if policy.is_band else max_model_len)
     if not policy.is_band:  # a shorter prompt is attended whole
         contexts = [context for context in contexts if not policy.sees_all(context - 1)]
     fewest, tile = policy.dense_last + 1, policy.query_tile
@@ -83,27 +67,31 @@ def prefill_shapes(
     tiles = most // tile
     prompts = min((_MOST_TILES - tiles) // 2, max_num_seqs, most // fewest)
     shapes = [(context, min(context, fewest), 1) for context in contexts]
-    shapes += [(longest, max(number * tile, fewest), 1) for number in numbers(tiles)]
-    shapes += [(longest, most, number) for number in numbers(prompts)]
+    shapes += [(longest, max(number * tile, fewest), 1) for number in doubled(tiles)]
+    shapes += [(longest, most, number) for number in doubled(prompts)]
     return [(*shape, least) for shape in dict.fromkeys(shapes)]
 
 
 def decode_shapes(
-    policy: SelectionPolicy, max_model_len: int, max_num_seqs: int
+    policy: SelectionPolicy, max_model_len: int, max_num_seqs: int, num_kv_heads: int
 ) -> list[tuple[int, int]]:
     """``(decodes, context)`` of steps that together need the kernels of every step of decodes.
 
-    A few programs share each decode: as many as the number of decodes leaves room for, or the
-    blocks of the longest context, which also decides how scores are sorted.
+    Programs share a decode the more, the longer the context and the fewer the decodes; many have
+    fewer warps.  So there is every context with one decode, and with the fewest that are many, and
+    the longest with every number.
 
     Args:
         max_model_len: longest context.
         max_num_seqs: most requests of a step.
+        num_kv_heads: KV heads of the layer.
     """
     selects = policy.selects_blocks
-    contexts = contexts_to(max_model_len if selects else min(max_model_len, _LONG_DECODE))
-    counts = numbers(min(max_num_seqs, _MOST_DECODES))
-    return [(1, context) for context in contexts] + [(count, contexts[-1]) for count in counts]
+    contexts = doubled(max_model_len if selects else min(max_model_len, _LONG_DECODE))
+    most = min(max_num_seqs, _MOST_DECODES)
+    few = dict.fromkeys((1, min(ceil_div(MANY_PROGRAMS, num_kv_heads), most)))
+    shapes = [(count, context) for count in few for context in contexts]
+    return list(dict.fromkeys([*shapes, *((count, contexts[-1]) for count in doubled(most))]))
 
 
 def made_up_prefill(
@@ -145,8 +133,7 @@ def warm_up(
 ) -> None:
     """Run made-up decodes and prefills that need every kernel, through one layer of each kind.
 
-    How many programs share a decode or a query tile depends on their number, and is compiled into
-    the kernel.  vLLM builds the pages of an engine twice, the first time to measure CUDA graphs: a
+    vLLM builds the pages of an engine twice, the first time to measure CUDA graphs: a
     kind of layer that has run is not run again.
 
     Args:
@@ -215,7 +202,7 @@ def _made_up_steps(
         yield made_up_prefill(length, min(length, 2), 1, length, width, device), own
         return
     if impl.dcp_world_size == 1:  # else decodes go through kernels of their own
-        for count, context in decode_shapes(own.decode, length, most):
+        for count, context in decode_shapes(own.decode, length, most, impl.num_kv_heads):
             yield made_up_decodes(count, query_len, context, width, device), own
     for prefill in prefill_policies(own.prefill, impl.flash is not None):
         policy = replace(own, prefill=prefill)

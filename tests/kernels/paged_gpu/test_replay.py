@@ -6,7 +6,7 @@ the notes of a replay are compared with those of a launch through the JIT on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -25,8 +25,8 @@ from sparsek_kernels.paged.api import _replayable_segment
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.plan import Segment, plan_step
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.replay import ReplayableCall, Replays, replayable
 from sparsek_kernels.paged.scratch import _workspaces
 from tests.kernels.launched import write_launched
@@ -39,6 +39,7 @@ POLICIES = {
     "topk": TOP_K,
 }
 STREAM = 77
+SCRATCH = ("size", "align")
 
 Note = tuple[str, tuple[int, ...], list[Any]]
 
@@ -75,8 +76,14 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Note]]:
         monkeypatch.setattr(module, name, SpiedKernel(name, arg_names, found))
     monkeypatch.setattr(replay_module, "current_device", lambda: -1)  # of CPU tensors
     monkeypatch.setattr(recording_module, "current_stream", lambda _device: STREAM)
+    monkeypatch.setattr(replay_module, "take_turns", lambda _device: STREAM)
     with simulated(90, 132):
         yield found
+
+
+def call_of(tensors: Tensors, key: Hashable, replays: Replays) -> ReplayableCall:
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    return ReplayableCall(tensors, addresses, key, replays, -1)
 
 
 def taken(notes: list[Note]) -> list[Note]:
@@ -142,7 +149,7 @@ def test_a_replay_launches_what_the_jit_would(policy: str, hopper: bool, notes: 
         mine = (first.q, first.k_cache, first.v_cache, torch.empty_like(first.q), first.k_summary)
         mine = (*mine, *(None if x is None else x.clone() for x in tensors[5:]))
         operands = PagedOperands(*mine[:4], first.q.shape[-1] ** -0.5, mine[4], mine[5])
-        call = ReplayableCall(mine, policy, replays)
+        call = call_of(mine, policy, replays)
         assert not call.replay()
         with call.recorded():
             attend_phases(operands, first.batch, rule)
@@ -151,7 +158,7 @@ def test_a_replay_launches_what_the_jit_would(policy: str, hopper: bool, notes: 
     with mock.patch.object(
         attend_launch, "attend_segment", side_effect=AssertionError("not a replay")
     ):
-        assert ReplayableCall(tensors, policy, replays).replay()
+        assert call_of(tensors, policy, replays).replay()
     found = described(taken(notes), tensors)
     assert [note[:2] for note in found] == [note[:2] for note in wanted]
     for one, other in zip(found, wanted, strict=True):
@@ -182,10 +189,10 @@ def test_writes_are_replayed(notes: list[Note]) -> None:
     write_launched(*tensors(second))
     wanted = described(taken(notes), tensors(second))
     replays: Replays = {}
-    with ReplayableCall(tensors(first), 0, replays).recorded():
+    with call_of(tensors(first), 0, replays).recorded():
         write_launched(*tensors(first))
     taken(notes)
-    assert ReplayableCall(tensors(second), 0, replays).replay()
+    assert call_of(tensors(second), 0, replays).replay()
     assert described(taken(notes), tensors(second)) == wanted
     assert replays[0] is not None
     assert not replays[0].kept  # nothing of the first step outlives it
@@ -241,11 +248,13 @@ def test_layers_with_other_indexers_have_other_replays(on_cpu: None) -> None:
 
 
 def test_steps_keep_their_own_replays(on_cpu: None) -> None:
+    rule = StepPolicy.of(TOP_K)
     one, other = layer(1).batch, layer(1).batch
-    calls = [replayable((torch.zeros(4, 8),), "rule", batch) for batch in (one, one, other)]
-    first, again, elsewhere = (call.replays for call in calls if call is not None)
-    assert first is again
-    assert first is not elsewhere
+    for each in plan_step(one, rule):
+        assert all(each.replays is not later.replays for later in plan_step(other, rule))
+    first, again = plan_step(one, rule), plan_step(one, rule)
+    assert all(x.replays is y.replays for x, y in zip(first, again, strict=True))
+    assert len({id(each.replays) for each in first}) == len(first) > 1
 
 
 def test_what_cannot_be_replayed_is_launched_every_time() -> None:
@@ -262,7 +271,7 @@ def test_what_cannot_be_replayed_is_launched_every_time() -> None:
     kernel, replays = Interpreted(), Replays()
     x = torch.zeros(8)
     for _ in range(3):
-        call = ReplayableCall((x,), "rule", replays)
+        call = call_of((x,), "rule", replays)
         assert not call.replay()
         with call.recorded():
             run(kernel, (1,), x)
@@ -274,13 +283,13 @@ def test_a_refused_replay_goes_through_the_jit(
 ) -> None:
     monkeypatch.setattr(replay_module, "_refused", [])
     kernel, x = SpiedKernel("kernel", ["x"], notes), torch.zeros(8)
-    batch = layer(1).batch
+    replays: Replays = {}
 
     def refuse(*_: Any) -> None:
         raise TypeError("an integer is required")
 
     monkeypatch.setattr(kernel, "run", refuse)
-    call = replayable((x,), "rule", batch)
+    call = replayable((x,), "rule", replays)
     assert call is not None
     with call.recorded():
         run(kernel, (1,), x)
@@ -289,7 +298,7 @@ def test_a_refused_replay_goes_through_the_jit(
     with call.recorded():
         run(kernel, (1,), x)
     assert len(notes) == 2
-    assert replayable((x,), "rule", batch) is None
+    assert replayable((x,), "rule", replays) is None
 
 
 def test_an_argument_between_two_tensors_is_not_guessed(notes: list[Note]) -> None:
@@ -309,9 +318,69 @@ def test_an_argument_between_two_tensors_is_not_guessed(notes: list[Note]) -> No
     assert taken(notes) == [("kernel", (1, 1, 1), [other[32:].data_ptr()])]
 
 
+class Launcher:
+    """As Triton's launchers are: Python that calls a function in C."""
+
+    def __init__(self, notes: list[Any], scratch: int = 0, nested: bool = False) -> None:
+        self.launch: Callable[..., None] = lambda *args: notes.append(args)
+        self.global_scratch_size, self.profile_scratch_size = scratch, 0
+        self.nested, self.calls = nested, [0]
+
+    def __call__(self, x: int, y: int, z: int, stream: int, kernel: Any, *args: Any) -> None:
+        self.calls[0] += 1
+        if self.nested:
+            self.launch(x, y, z, stream, kernel, *args[:4], args[4:])
+        else:
+            self.launch(x, y, z, stream, kernel, "pdl", *args)
+
+
+@pytest.mark.parametrize("kind", ["flat", "nested", "scratch"])
+def test_a_replay_calls_what_the_launcher_would_call(kind: str, notes: list[Note]) -> None:
+    seen: list[Any] = []
+    launcher = Launcher(seen, scratch=int(kind == "scratch"), nested=kind == "nested")
+    kernel, x, other = SpiedKernel("kernel", ["x", "SIZE"], notes), torch.zeros(8), torch.zeros(8)
+    kernel.run = launcher  # type: ignore[method-assign, assignment]
+    with recording((x,)) as record:
+        run(kernel, (2,), x, SIZE=3)
+    replay = record.finish()
+    assert replay is not None
+    assert not seen  # nothing is launched to find out
+    before = launcher.calls[0]
+    replay((other,), 0)
+    assert launcher.calls[0] - before == (kind != "flat")
+    own = (other.data_ptr(), 3)
+    rest = ("metadata", None, None, None)
+    tail = (*rest, own) if kind == "nested" else ("pdl", *rest, *own)
+    assert seen == [(2, 1, 1, STREAM, "kernel", *tail)]
+
+
+def test_a_replay_ends_in_the_call_that_tritons_launcher_makes(notes: list[Note]) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    seen: list[Any] = []
+    launcher = object.__new__(driver.CudaLauncher)
+    vars(launcher).update(
+        launch=lambda *args: seen.append(args),
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        num_ctas=1,
+        **{f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in SCRATCH},
+        **{"gsan_enabled": False, "arg_annotations": (), "kernel_signature": b""},  # later ones
+    )
+    kernel, x, other = SpiedKernel("kernel", ["x", "SIZE"], notes), torch.zeros(8), torch.zeros(8)
+    kernel.run = launcher
+    with recording((x,)) as record:
+        run(kernel, (2,), x, SIZE=3)
+    replay = record.finish()
+    assert replay is not None
+    replay((other,), 0)
+    launcher(2, 1, 1, STREAM, "kernel", "metadata", None, None, None, other.data_ptr(), 3)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
     replays: Replays = {}
-    call = ReplayableCall((torch.zeros(8),), "rule", replays)
+    call = call_of((torch.zeros(8),), "rule", replays)
     with pytest.raises(ValueError, match="broken"), call.recorded():
         raise ValueError("broken")
     assert not replays

@@ -21,12 +21,15 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, native_specialize_impl
 
+from sparsek_kernels.paged import InfLLM, Seer
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from tests.kernels.launched import attend_launched
+from tests.kernels.paged.gate_cases import make_gates
 
 PROMPT = (1024, 2400)
 POLICIES = {
@@ -61,9 +64,11 @@ def compiled_for(launched: Iterable[Recorded]) -> set[Hashable]:
     return found
 
 
-def kernels_of(operands: PagedOperands, segment: Segment, rule: StepPolicy) -> set[Hashable]:
+def kernels_of(
+    operands: PagedOperands, segment: Segment, rule: StepPolicy, index: Indexer | None = None
+) -> set[Hashable]:
     """Kernels of one segment on a Hopper GPU that is not there."""
-    index = default_indexers(rule).of(segment)
+    index = index or default_indexers(rule).of(segment)
     mine = operands.of_rows(segment.rows)
     return compiled_for(record(lambda: attend_launched(mine, segment, index), 90, 132))
 
@@ -138,10 +143,10 @@ def test_a_server_compiles_before_its_first_request(
                 warmup.made_up_prefill(*shape, width, cpu), replace(rule, prefill=prefill)
             )
             steps += 1
-    for count, context in warmup.decode_shapes(rule.decode, longest, requests):
+    for count, context in warmup.decode_shapes(rule.decode, longest, requests, heads):
         known |= launched(warmup.made_up_decodes(count, 1, context, width, cpu))
         steps += 1
-    assert steps <= (160 if flash else 250)  # each takes milliseconds of a server's start
+    assert steps <= (70 if flash else 95)  # each takes milliseconds of a server's start
     chance = random.Random(0)
     for _ in range(80):
         decodes = chance.choice([0, 1, 2, 3, 5, 17, requests])
@@ -163,6 +168,39 @@ def test_a_server_compiles_before_its_first_request(
             query_lens_host=tuple(counts),
         )
         assert launched(batch) <= known, (counts, lengths)
+
+
+@pytest.mark.parametrize("indexer", ["infllm", "seer"])
+@pytest.mark.parametrize(("heads", "group", "most"), [(1, 8, 300), (8, 4, 256)])
+def test_decodes_of_learned_indexers_find_their_kernels(
+    heads: int, group: int, most: int, indexer: str
+) -> None:
+    warmup = pytest.importorskip("sparsek_backend.vllm_backend.sparsek.warmup")
+    longest, dim, page_size = 40_000, 128, 64
+    index = InfLLM() if indexer == "infllm" else Seer(make_gates(heads, group, dim))
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=64, query_tile=1)
+    rule = StepPolicy(SelectionPolicy(), policy)
+    k_cache, v_cache, _ = make_caches(
+        1, heads, page_size, dim, torch.bfloat16, "cpu", head_major=True
+    )
+    summary = torch.zeros(1, heads, index.page_bytes(page_size, dim), dtype=torch.uint8)
+
+    def kernels(count: int, context: int) -> set[Hashable]:
+        width = -(-longest // page_size)
+        batch = warmup.made_up_decodes(count, 1, context, width, torch.device("cpu"))
+        q = torch.empty(count, heads * group, dim, dtype=torch.bfloat16)
+        operands = PagedOperands(q, k_cache, v_cache, torch.empty_like(q), dim**-0.5, summary)
+        [segment] = plan_step(batch, rule)
+        return kernels_of(operands, segment, rule, index)
+
+    known: set[Hashable] = set()
+    for shape in warmup.decode_shapes(policy, longest, most, heads):
+        known |= kernels(*shape)
+    chance = random.Random(0)
+    for _ in range(40):
+        count = min(chance.randint(1, most), round(2 ** chance.uniform(0, 10)))
+        context = round(2 ** chance.uniform(0, 15.2))
+        assert kernels(count, context) <= known, (count, context)
 
 
 def test_an_address_is_part_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,33 +9,35 @@ import triton.language as tl
 @triton.jit
 def add_splits(
     parts, states, mask_m, mask_out, num_parts,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Sum of the partial outputs of a tile, in split order: ``(row_max, row_sum, acc)``.
 
     ``parts`` and ``states`` point at split 0; loads bypass the L1 cache, which other programs'
-    stores do not reach.  The first ``num_parts`` splits stored an output, the others did not.
+    stores do not reach.  The first ``num_parts`` splits, at most ``MOST``, stored an output; the
+    others had no keys.  All loads are on their way at once: a loop would wait for each.
     """
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
-    for s in tl.static_range(SPLITS):
+    for s in tl.static_range(MOST):
         part_max = tl.load(
-            states + (2 * s) * BLOCK_M, mask=mask_m, other=-1.0e30, cache_modifier=".cg"
+            states + (2 * s) * BLOCK_M,
+            mask=mask_m & (s < num_parts),
+            other=-1.0e30,
+            cache_modifier=".cg",
         )
         row_max = tl.maximum(row_max, part_max)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for s in tl.static_range(SPLITS):
+    for s in tl.static_range(MOST):
+        there = s < num_parts
         part_max = tl.load(
-            states + (2 * s) * BLOCK_M, mask=mask_m, other=-1.0e30, cache_modifier=".cg"
+            states + (2 * s) * BLOCK_M, mask=mask_m & there, other=-1.0e30, cache_modifier=".cg"
         )
         part_sum = tl.load(
-            states + (2 * s + 1) * BLOCK_M, mask=mask_m, other=0.0, cache_modifier=".cg"
+            states + (2 * s + 1) * BLOCK_M, mask=mask_m & there, other=0.0, cache_modifier=".cg"
         )
         part = tl.load(
-            parts + s * BLOCK_M * BLOCK_D,
-            mask=mask_out & (s < num_parts),
-            other=0.0,
-            cache_modifier=".cg",
+            parts + s * BLOCK_M * BLOCK_D, mask=mask_out & there, other=0.0, cache_modifier=".cg"
         )
         weight = tl.exp2(part_max - row_max)
         row_sum += part_sum * weight

@@ -21,7 +21,12 @@ from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.attend.launch import attend_segment
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.config import choose_splits, largest_part, next_power_of_2
+from sparsek_kernels.paged.config import (
+    choose_splits,
+    largest_part,
+    most_splits,
+    next_power_of_2,
+)
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
@@ -155,13 +160,13 @@ def _attend_compressed(
         out, lse, start, workspace(q.device, "nsa parts", rows * block_d, torch.float32),
         workspace(q.device, "nsa part state", rows * 2, torch.float32),
         workspace(q.device, "nsa tickets", places, torch.int32), q, pages.k_cmp, pages.v_cmp,
-        batch.block_table, batch.seq_lens, batch.cu_seqlens_q, problem.softmax_scale,
+        batch.block_table, batch.seq_lens, batch.cu_seqlens_q, problem.softmax_scale, splits,
         *out.stride()[:2], *q.stride()[:2], *pages.k_cmp.stride()[:3], *pages.v_cmp.stride()[:3],
         batch.block_table.stride(0),
         TILES_PER_REQUEST=batch.decode_query_len, NUM_KV_HEADS=heads, GROUP=problem.group,
         HEAD_DIM=dim, CMP_BLOCK=spec.cmp_block_size, CMP_STRIDE=spec.cmp_stride,
         ROWS_PER_PAGE=rows_per_page, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        SPLITS=splits, PRECISION=_precision(q), NUM_STAGES=TILES.cmp_stages,
+        MOST_SPLITS=most_splits(splits), PRECISION=_precision(q), NUM_STAGES=TILES.cmp_stages,
         num_warps=TILES.cmp_warps, num_stages=TILES.cmp_stages,
     )  # fmt: skip
 

@@ -16,6 +16,8 @@ from sparsek_kernels.paged.config import (
 
 TAIL_SEGMENTS = 64
 """Segments of a tail per iteration."""
+MANY_PROGRAMS = 32
+"""Decodes times KV heads from which on programs have fewer warps."""
 SEGMENTS_PER_PIECE = 128
 """Segments of a tail that are as much work as an iteration over keys."""
 
@@ -47,7 +49,7 @@ def decode_config(
         block_m=block_m,
         block_n=block_n,
         splits=splits,
-        num_warps=2 if narrow and programs >= 32 else 4,
+        num_warps=2 if narrow and programs >= MANY_PROGRAMS else 4,
         num_stages=2,
     )
 

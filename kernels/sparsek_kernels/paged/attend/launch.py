@@ -1,7 +1,7 @@
 """Launching attention over pages: shapes to configurations, grids, strides and scratch.
 
-Nothing here reads a device value: every grid follows from shapes and from the host bounds of the
-batch, so each call can be captured in a CUDA graph and replayed with other lengths.
+Nothing here reads a device value: every grid follows from shapes and from what the host knows of
+the batch, so decodes can be captured in a CUDA graph and replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparsek_kernels.paged.attend.kernels.constants import Rule, Shape, Tiling
 from sparsek_kernels.paged.attend.kernels.fwd import attend_kernel
 from sparsek_kernels.paged.attend.launch_sm90 import attend_fits, attend_hopper
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.config import next_power_of_2
+from sparsek_kernels.paged.config import most_splits, next_power_of_2
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import ceil_div
@@ -122,6 +122,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         operands.softmax_scale * operands.k_scale * LOG2E.value,
         operands.v_scale,
         (policy.window_size or 0, policy.num_sink, policy.dense_below),
+        config.splits,
         out.stride()[:2],
         q.stride()[:2],
         k_cache.stride()[:3],
@@ -159,11 +160,13 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_P=TAIL_SEGMENTS,
-            SPLITS=config.splits,
+            MOST_SPLITS=most_splits(config.splits),
             NUM_STAGES=config.num_stages,
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers or None,
-        **(overlap_options(q.device) if topk else {"OVERLAP": False}),
+        # Sinks and window are read while the kernel before this one is at work.  That must be one
+        # that chooses, which has waited for the keys: the one before may be writing them.
+        **overlap_options(q.device, segment.chooses(page_size)),
     )

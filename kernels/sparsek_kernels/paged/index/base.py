@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -143,12 +144,12 @@ class Indexers:
             raise ValueError(f"indexers.{phase}: expected an indexer for top_k >= 1, got None")
         return found
 
-    @property
+    @cached_property
     def written_with_keys(self) -> bool:
         """Whether ``write_kv`` keeps what one of them reads."""
         return any(index is not None and index.written_with_keys for index in self)
 
-    @property
+    @cached_property
     def written_once(self) -> Indexer | None:
         """Return the one whose bytes ``write_index`` keeps once a step, if there is one."""
         for index in self:
@@ -156,7 +157,7 @@ class Indexers:
                 return index
         return None
 
-    @property
+    @cached_property
     def reads_pages(self) -> bool:
         """Whether one of them reads bytes of its own from the pages."""
         return any(index is not None and index.reads_pages for index in self)

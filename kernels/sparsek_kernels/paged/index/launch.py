@@ -52,8 +52,7 @@ def new_selection(operands: PagedOperands, segment: Segment) -> tuple[Selection,
         tiles = prefill_tiles(batch, policy.query_tile, q.shape[0])
         count = tiles.shape[0]
     shape = (count, operands.heads, policy.scored_blocks)
-    longest = max(batch.max_seq_len, batch.block_table.shape[1] * operands.page_size)
-    chooses = policy.scored_blocks > 0 and not policy.sees_all(longest - 1)
+    chooses = segment.chooses(operands.page_size)
     if count and not chooses:  # one row for all: it may be longer than any context
         out = q.new_full((1, 1, policy.scored_blocks), -1, dtype=torch.int32).expand(shape)
     else:

@@ -30,11 +30,11 @@ def load_compressed(
     return tl.load(cmp_ptr + at[:, None] + offs_d[None, :], mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def nsa_paged_compressed_kernel(
     out_ptr, lse_ptr, start_ptr, part_ptr, state_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr,
     block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    scale,
+    scale, splits,
     stride_ot, stride_oh,
     stride_qt, stride_qh,
     stride_kp, stride_kh, stride_kc,
@@ -43,7 +43,8 @@ def nsa_paged_compressed_kernel(
     TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: one decoded token and KV head, one share of the compressed blocks it sees.
 
@@ -72,7 +73,9 @@ def nsa_paged_compressed_kernel(
 
     seen = compressed_visible(pos, CMP_BLOCK, CMP_STRIDE)
     num_tiles = tl.cdiv(seen, BLOCK_N)
-    per_split = tl.cdiv(num_tiles, SPLITS)
+    if MOST_SPLITS == 1:
+        splits = 1
+    per_split = tl.cdiv(num_tiles, splits)
     begin = split * per_split
     end = tl.minimum(begin + per_split, num_tiles)
     table = block_table_ptr + request.to(tl.int64) * stride_br
@@ -96,23 +99,23 @@ def nsa_paged_compressed_kernel(
         scores = tl.where(inside[None, :], scores, float("-inf"))
         m, total, p, alpha = softmax_step(m, total, scores, scale_log2, True)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    if SPLITS > 1:
+    if MOST_SPLITS > 1:
         place = (tile * NUM_KV_HEADS + kv_head).to(tl.int64)
-        parts = part_ptr + place * SPLITS * BLOCK_M * BLOCK_D
+        parts = part_ptr + place * splits * BLOCK_M * BLOCK_D
         parts += offs_m[:, None] * BLOCK_D + offs_d[None, :]
-        states = state_ptr + place * SPLITS * 2 * BLOCK_M + offs_m
+        states = state_ptr + place * splits * 2 * BLOCK_M + offs_m
         tl.store(states + (2 * split) * BLOCK_M, m, mask=mask_m)
         tl.store(states + (2 * split + 1) * BLOCK_M, total, mask=mask_m)
         if begin < end:
             tl.store(parts + split * BLOCK_M * BLOCK_D, acc, mask=mask_out)
         tl.debug_barrier()
         ticket = tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel")
-        if ticket != SPLITS - 1:
+        if ticket != splits - 1:
             return
         tl.store(ticket_ptr + place, 0)
         m, total, acc = add_splits(
             parts, states, mask_m, mask_out, tl.cdiv(num_tiles, tl.maximum(per_split, 1)),
-            BLOCK_M, BLOCK_D, SPLITS,
+            BLOCK_M, BLOCK_D, MOST_SPLITS,
         )  # fmt: skip
     inv_l, lse = softmax_finish(m, total)
     out_rows = token * stride_ot + head * stride_oh

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.attend.kernels.pieces import add_weights, attend_pieces
-from sparsek_kernels.paged.kernels.record import SEGMENT, load_value_means
+from sparsek_kernels.paged.kernels.record import SEGMENT, load_value_means, value_at
 
 
 @triton.jit
@@ -133,6 +133,35 @@ def attend_cells(
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         keys, page = next_keys, next_page
     return acc, row_max, row_sum
+
+
+@triton.jit
+def prefetch_values(
+    records_ptr,
+    table_ptr,
+    piece_begin,
+    piece_end,
+    first_segment,
+    last_segment,
+    stride_rp,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    RECORD: tl.constexpr,
+):
+    """Have the L2 cache fetch the mean values that ``attend_tail`` will read."""
+    RECORDS: tl.constexpr = PAGE_SIZE // SEGMENT
+    offs_p = tl.arange(0, BLOCK_P)
+    for piece in tl.range(piece_begin, piece_end):
+        segments = first_segment + piece * BLOCK_P + offs_p
+        page = tl.load(table_ptr + segments // RECORDS, mask=segments < last_segment, other=0)
+        records = records_ptr + tl.maximum(page, 0).to(tl.int64) * stride_rp
+        values = records + segments % RECORDS * RECORD + value_at(HEAD_DIM)
+        for sector in tl.static_range(0, HEAD_DIM // 2, 32):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=&r,l",
+                [(values + sector).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 @triton.jit

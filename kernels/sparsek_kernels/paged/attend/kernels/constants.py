@@ -43,5 +43,5 @@ class Tiling(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_P: int
-    SPLITS: int
+    MOST_SPLITS: int  # programs that share a tile, at most
     NUM_STAGES: int

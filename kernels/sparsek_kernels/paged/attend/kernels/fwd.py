@@ -7,7 +7,12 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
-from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced, attend_tail
+from sparsek_kernels.paged.attend.kernels.cells import (
+    attend_cells,
+    attend_forced,
+    attend_tail,
+    prefetch_values,
+)
 from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
 from sparsek_kernels.paged.kernels.record import SEGMENT
 from sparsek_kernels.paged.kernels.tiles import (
@@ -19,7 +24,7 @@ from sparsek_kernels.paged.kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def attend_kernel(
     out_ptr,
     lse_ptr,
@@ -40,6 +45,7 @@ def attend_kernel(
     qk_scale,
     v_scale,
     bounds,
+    splits,
     out_strides,
     q_strides,
     k_strides,
@@ -54,7 +60,7 @@ def attend_kernel(
 ):
     """``QUERIES`` queries x ``BLOCK_H`` heads of a KV head over one share of the tile's blocks.
 
-    Row ``m`` is query ``m // BLOCK_H``, head ``m % BLOCK_H``.  ``SPLITS`` programs share a tile;
+    Row ``m`` is query ``m // BLOCK_H``, head ``m % BLOCK_H``.  ``splits`` programs share a tile;
     each leaves an unnormalised output with its row maxima and sums, and the program that draws the
     last ticket adds them up in split order, so the result does not depend on timing.
 
@@ -90,9 +96,11 @@ def attend_kernel(
     BLOCK_M: tl.constexpr = TILING.BLOCK_M
     BLOCK_N: tl.constexpr = TILING.BLOCK_N
     BLOCK_P: tl.constexpr = TILING.BLOCK_P
-    SPLITS: tl.constexpr = TILING.SPLITS
+    MOST_SPLITS: tl.constexpr = TILING.MOST_SPLITS
     NUM_STAGES: tl.constexpr = TILING.NUM_STAGES
     window, num_sink, dense_below = bounds
+    if MOST_SPLITS == 1:
+        splits = 1
     stride_ot, stride_oh = out_strides
     stride_qt, stride_qh = q_strides
     stride_kp, stride_kh, stride_kt = k_strides
@@ -141,7 +149,7 @@ def attend_kernel(
         first_segment = num_front * SEL_BLOCK // SEGMENT
         last_segment = tl.where(full, first_segment, first_local * SEL_BLOCK // SEGMENT)
         tail_pieces = tl.cdiv(last_segment - first_segment, BLOCK_P)
-        tail_per_split = tl.cdiv(tail_pieces, SPLITS)
+        tail_per_split = tl.cdiv(tail_pieces, splits)
         tail_begin = split * tail_per_split
         tail_end = tl.minimum(tail_begin + tail_per_split, tail_pieces)
     if CELLS:
@@ -169,7 +177,7 @@ def attend_kernel(
             first_selected = count - num_selected
             num_pieces = count * PARTS
             num_forced = first_selected * PARTS
-    per_split = tl.cdiv(num_pieces, SPLITS)
+    per_split = tl.cdiv(num_pieces, splits)
     piece_begin = split * per_split
     piece_end = tl.minimum(piece_begin + per_split, num_pieces)
 
@@ -246,6 +254,11 @@ def attend_kernel(
             NUM_STAGES,
         )
     if OVERLAP and SELECTED_LAST:
+        if HAS_TAIL:
+            prefetch_values(
+                records_ptr + kv_head * stride_rh, table, tail_begin, tail_end, first_segment,
+                last_segment, stride_rp, HEAD_DIM, BLOCK_P, PAGE_SIZE, RECORD,
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if CELLS:
@@ -303,11 +316,11 @@ def attend_kernel(
         )  # fmt: skip
 
     mask_out = mask_m[:, None] & mask_d[None, :]
-    if SPLITS > 1:
+    if MOST_SPLITS > 1:
         place = ((tile * NUM_KV_HEADS + kv_head) * CHUNKS + pid % CHUNKS).to(tl.int64)
-        parts = part_ptr + place * SPLITS * BLOCK_M * BLOCK_D
+        parts = part_ptr + place * splits * BLOCK_M * BLOCK_D
         parts += offs_m[:, None] * BLOCK_D + offs_d[None, :]
-        states = state_ptr + place * SPLITS * 2 * BLOCK_M + offs_m
+        states = state_ptr + place * splits * 2 * BLOCK_M + offs_m
         tl.store(states + (2 * split) * BLOCK_M, row_max, mask=mask_m)
         tl.store(states + (2 * split + 1) * BLOCK_M, row_sum, mask=mask_m)
         some = piece_begin < piece_end
@@ -317,7 +330,7 @@ def attend_kernel(
             tl.store(parts + split * BLOCK_M * BLOCK_D, acc, mask=mask_out)
         tl.debug_barrier()
         ticket = tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel")
-        if ticket != SPLITS - 1:
+        if ticket != splits - 1:
             return
         tl.store(ticket_ptr + place, 0)
         num_parts = tl.cdiv(num_pieces, tl.maximum(per_split, 1))
@@ -331,7 +344,7 @@ def attend_kernel(
             num_parts,
             BLOCK_M,
             BLOCK_D,
-            SPLITS,
+            MOST_SPLITS,
         )
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=member < GROUP, other=0.0).to(tl.float32)

@@ -44,5 +44,5 @@ def cut_segments(jobs: int, segments: int, columns: int, multiprocessors: int) -
         jobs: requests times KV heads.
         segments: of the longest context.
     """
-    few = jobs * ceil_div(segments, 64) <= 8 * multiprocessors
+    few = jobs * ceil_div(segments, 64) <= 4 * multiprocessors
     return 64 if few or columns > 4 else 128

@@ -6,13 +6,12 @@ import torch
 
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.recording import run
-from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.page_records.config import KEYS, cut_segments, weigh_segments
 from sparsek_kernels.paged.index.page_records.kernels.cut_sm80 import WARPS, cut_cells_kernel
 from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import weigh_cells_kernel
 from sparsek_kernels.paged.index.page_records.shapes import Rule, Shape
 from sparsek_kernels.paged.index.problem import Selection
-from sparsek_kernels.paged.policy import SEGMENT, ceil_div
+from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 _SCRATCH_BYTES = 1 << 28
@@ -50,9 +49,6 @@ def _choose_some(
     jobs = requests * call.heads
     out, table = call.out[first:], batch.block_table[first:]
     lengths = (batch.seq_lens[first:], batch.cu_seqlens_q[first:])
-    # What is compiled follows the block table's width, which is the same in all steps of a server.
-    in_table = ceil_div(table.shape[1] * operands.page_size, SEGMENT)
-    longest = next_power_of_2(max(width, in_table))
     places = (1 << 30) if fixed_order else jobs * width
     segments = weigh_segments(places, multiprocessors(device))
     near = call.policy.sink_blocks // call.policy.segment_blocks
@@ -65,7 +61,7 @@ def _choose_some(
     gains = workspace(device, "gains", jobs * width * columns, torch.float32)
     states = workspace(device, "sums", jobs * sums * 2 * columns, torch.float32)
     counts = workspace(device, "counts", jobs * members * KEYS, torch.int32)
-    counters = workspace(device, "counters", 2 * jobs, torch.int32)
+    counters = workspace(device, "counters", jobs, torch.int32)
     run(
         weigh_cells_kernel,
         (jobs * sums,),
@@ -73,6 +69,7 @@ def _choose_some(
         tops,
         gains,
         states,
+        counters,
         q,
         operands.k_cache,
         records,
@@ -114,8 +111,6 @@ def _choose_some(
         tails.stride()[:2],
         RULE=rule,
         SHAPE=shape,
-        MOST=longest // 64 or 1,
-        SUMS=next_power_of_2(near + longest // segments),
         TURNS=size // 16,
         num_warps=WARPS.value,
         **overlap_options(device),

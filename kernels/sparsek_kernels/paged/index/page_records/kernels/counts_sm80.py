@@ -1,4 +1,8 @@
-"""Counts of keys, ranks and sums within a warp, for the programs that cut (Gluon)."""
+"""Counts of keys, ranks and lists within a warp, for the programs that cut (Gluon).
+
+A thread has four cells of a segment: ``t``, ``8 + t``, ``16 + t`` and ``24 + t`` of thread ``t`` of
+its eight.  A word has their numbers in its bytes, or two numbers in its halves.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def counters_of_keys():
+def counters_of_keys(WORDS: gl.constexpr):
     """Address of 65 counters for each lane in shared memory that the kernel has beside Triton's.
 
-    Once a kernel: the name is the function's.
+    Behind them are ``WORDS`` words for each of 128 threads.  Once a kernel: the name is the
+    function's.
     """
+    SIZE: gl.constexpr = 65 * 32 + 128 * WORDS
     return gl.inline_asm_elementwise(
-        ".shared .align 16 .b32 key_counters[2080]; mov.u32 $0, key_counters;", "=r", [],
+        f".shared .align 16 .b32 key_counters[{SIZE}]; mov.u32 $0, key_counters;", "=r", [],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -38,15 +44,6 @@ def clear_counters(address):
 
 
 @gluon.jit
-def count_key(address, key):
-    """Add 1 to a lane's counter of a key."""
-    gl.inline_asm_elementwise(
-        "{ .reg .b32 a; mad.lo.u32 a, $2, 128, $1; red.shared.add.u32 [a], 1; mov.b32 $0, 0; }",
-        "=&r,r,r", [address, key], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def read_counters(address):
     """The sum of 16 neighbouring counters."""
     return gl.inline_asm_elementwise(
@@ -67,83 +64,177 @@ def read_counters(address):
     )  # fmt: skip
 
 
-def _mask(compare: str, mask: str) -> str:
-    """A bit for each cell of a thread's segment, of a comparison of its threads' four cells."""
-    votes = "".join(
-        f"setp.{compare}.s32 p, ${2 + j}, $6;\n"
-        f"vote.sync.ballot.b32 b{j}, p, 0xffffffff;\n"
-        f"shr.u32 b{j}, b{j}, s;\n"
-        for j in range(4)
-    )
-    return f"""{votes}
-        prmt.b32 b0, b0, b1, 0x0040;
-        prmt.b32 b2, b2, b3, 0x0040;
-        prmt.b32 {mask}, b0, b2, 0x5410;
-        """
+# Bytes of weights become bfloat16 numbers, two at a time: even bytes, or odd ones.
+_EVEN: gl.constexpr = gl.constexpr("shl.b32 t, {}, 4; lop3.b32 t, t, 0x0FF00FF0, 0x30003000, 0xEA;")
+_ODD: gl.constexpr = gl.constexpr("shr.u32 t, {}, 4; lop3.b32 t, t, 0x0FF00FF0, 0x30003000, 0xEA;")
 
-
-_MASKS: gl.constexpr = gl.constexpr(
-    """
-    {
-    .reg .pred p;
-    .reg .b32 b0, b1, b2, b3, s;
-    mov.u32 s, %laneid;
-    and.b32 s, s, 24;
-    """
-    + _mask("gt", "$0")
-    + _mask("eq", "$1")
-    + "}"
+_ADD_SCORES: gl.constexpr = gl.constexpr(
+    "{ .reg .b32 t;"
+    + _EVEN.value.format("$4")
+    + "fma.rn.bf16x2 $0, t, $6, $2;"
+    + _ODD.value.format("$4")
+    + "fma.rn.bf16x2 $0, t, $7, $0;"
+    + _EVEN.value.format("$5")
+    + "fma.rn.bf16x2 $1, t, $6, $3;"
+    + _ODD.value.format("$5")
+    + "fma.rn.bf16x2 $1, t, $7, $1; }"
 )
 
 
 @gluon.jit
-def masks_of(k0, k1, k2, k3, threshold):
-    """A bit for each cell of a thread's segment: keys above a threshold, and those equal to it."""
+def add_scores(first, second, a, b, left, right):
+    """Add two columns' weights, times what each counts, to the scores of a thread's cells.
+
+    first, second: scores of two cells each, bfloat16; a, b: words of four weights, of a cell's two
+    columns and of the next cell's; left, right: what a column's weights count, twice.
+    """
     return gl.inline_asm_elementwise(
-        _MASKS, "=&r,=&r,r,r,r,r,r", [k0, k1, k2, k3, threshold],
-        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+        _ADD_SCORES, "=&r,=&r,r,r,r,r,r,r", [first, second, a, b, left, right],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
-_LOWEST: gl.constexpr = gl.constexpr(
-    """
-    {
-    .reg .pred p, q;
-    .reg .b32 n, mask, low, t, c;
-    popc.b32 n, $1;
-    setp.gt.s32 p, n, $2;
-    vote.sync.any.pred q, p, 0xffffffff;
-    mov.b32 $0, $1;
-    @!q bra.uni DONE${:uid};
-    mov.b32 low, 0;
-    """
+_COUNT: gl.constexpr = gl.constexpr("mad.lo.u32 a, a, 4, $6; red.shared.add.u32 [a], 1;")
+_KEYS: gl.constexpr = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 x, y, a; setp.ne.s32 p, $5, 0;"
     + "".join(
-        f"""
-        add.u32 t, low, {step};
-        bfi.b32 mask, -1, 0, 0, t;
-        and.b32 mask, mask, $1;
-        popc.b32 c, mask;
-        setp.le.s32 q, c, $2;
-        @q mov.b32 low, t;
-        """
-        for step in (16, 8, 4, 2, 1)
+        f"max.bf16x2 {x}, {score}, $3; min.bf16x2 {x}, {x}, $4; sub.u32 {x}, {x}, $3;"
+        f"selp.b32 {x}, {x}, 0x08000800, p;"  # beyond the last key
+        f"and.b32 a, {x}, 0xFE0; {_COUNT.value}"
+        f"shr.u32 a, {x}, 16; and.b32 a, a, 0xFE0; {_COUNT.value}"
+        f"shr.u32 {x}, {x}, 5; lop3.b32 {x}, {x}, 0x003F003F, 0x00400040, 0xEA;"
+        for x, score in (("x", "$1"), ("y", "$2"))
     )
-    + """
-    bfi.b32 mask, -1, 0, 0, low;
-    @p and.b32 $0, $1, mask;
-    DONE${:uid}:
-    }
-    """
+    + "prmt.b32 x, x, y, 0x6420; selp.b32 $0, x, 0, p; }"
 )
-"""Of a word ``$1`` with more bits than ``$2``: those below the largest number that has as many."""
+
+
+@gluon.jit
+def count_keys(first, second, lowest, highest, inside, address):
+    """Integer keys of a thread's cells, 64 more in each byte, and one more of each; 0 outside.
+
+    first, second: scores of two cells each, bfloat16.  The keys are their bits to two behind the
+    leading one, between those of ``lowest`` and ``highest``, from 0 on.  address: of a lane's
+    counters.
+    """
+    return gl.inline_asm_elementwise(
+        _KEYS, "=&r,r,r,r,r,r,r", [first, second, lowest, highest, inside, address],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_own(address, word):
+    """Leave a word where no other thread reads it: Triton would put barriers around its loads."""
+    gl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $2; mov.b32 $0, 0;", "=&r,r,r", [address, word],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_own(address):
+    """What ``store_own`` left."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.b32 $0, [$1];", "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def flags_of(keys, least):
+    """1 in each byte of keys of ``count_keys`` that is at least ``least``, else 0."""
+    return ((keys + (64 - least) * 0x01010101) >> 7) & 0x01010101
+
+
+@gluon.jit
+def sum_of_bytes(x):
+    return (x * 0x01010101) >> 24
+
+
+@gluon.jit
+def bits_of_segment(flags, thread):
+    """A bit for each cell of a thread's segment, of the flags of its threads' cells."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 o;
+        shl.b32 $0, $1, $2;
+        shfl.sync.bfly.b32 o, $0, 1, 31, 0xffffffff;
+        or.b32 $0, $0, o;
+        shfl.sync.bfly.b32 o, $0, 2, 31, 0xffffffff;
+        or.b32 $0, $0, o;
+        shfl.sync.bfly.b32 o, $0, 4, 31, 0xffffffff;
+        or.b32 $0, $0, o;
+        }
+        """,
+        "=&r,r,r", [flags, thread], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def bits_of(x):
+    """How many bits of a word are set."""
+    return gl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def raise_low(word, low, count, BITS: gl.constexpr):
+    """``low``, or ``BITS`` more if no more than ``count`` bits of a word are below that."""
+    return gl.where(bits_of(word & ((1 << (low + BITS)) - 1)) <= count, low + BITS, low)
 
 
 @gluon.jit
 def lowest_bits(word, count):
     """The ``count`` lowest of a word's set bits, or all of them if it has no more."""
-    return gl.inline_asm_elementwise(
-        _LOWEST, "=&r,r,r", [word, count], dtype=gl.int32, is_pure=False, pack=1
+    low = raise_low(word, word * 0, count, 16)
+    low = raise_low(word, low, count, 8)
+    low = raise_low(word, low, count, 4)
+    low = raise_low(word, low, count, 2)
+    low = raise_low(word, low, count, 1)
+    return gl.where(bits_of(word) <= count, word, word & ((1 << low) - 1))
+
+
+_LIST: gl.constexpr = gl.constexpr(
+    """
+    {
+    .reg .pred p;
+    .reg .b32 n, m, c;
+    .reg .b64 at;
+    shl.b32 c, $4, 2;
+    bfi.b32 m, -1, 0, 0, c;
+    and.b32 n, $3, m;
+    popc.b32 n, n;
+    add.u32 n, n, $2;
+    mad.wide.u32 at, n, 4, $1;
+    shr.u32 m, $3, c;
+    add.u32 c, c, $5;
+    """
+    + "".join(
+        f"""
+        and.b32 n, m, {1 << bit};
+        setp.ne.u32 p, n, 0;
+        @p st.global.b32 [at + 0], c;
+        @p add.u64 at, at, 4;
+        add.u32 c, c, 1;
+        """
+        for bit in range(4)
     )
+    + "mov.b32 $0, 0; }"
+)
+
+
+@gluon.jit
+def list_bits(address, place, bits, thread, first):
+    """Write the set bits of a segment, ascending, from ``place`` on; ``first`` is what bit 0 is.
+
+    address: of the list, int64.  Of the eight threads each writes those of four bits.
+    """
+    gl.inline_asm_elementwise(
+        _LIST, "=&r,l,r,r,r,r", [address, place, bits, thread, first],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -171,20 +262,122 @@ def last_of_warp(x):
 
 
 @gluon.jit
-def bits_of(x):
-    """How many bits of a word are set."""
-    return gl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
+def leave_sum_of_warp(address, x):
+    """Leave the sum of a warp's ``x`` in shared memory, in its place of four."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 n, w;
+        redux.sync.add.s32 n, $2, 0xffffffff;
+        mov.u32 w, %tid.x;
+        shr.u32 w, w, 5;
+        mad.lo.u32 w, w, 4, $1;
+        st.shared.b32 [w], n;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=&r,r,r", [address, x], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
-def fold(low, high, lane, BIT: gl.constexpr):
-    """Of two registers of a pair of threads that differ in a bit, the sum of one in each."""
-    upper = (lane & BIT) != 0
-    other = gl.where(upper, low, high)
-    other = gl.inline_asm_elementwise(
-        f"shfl.sync.bfly.b32 $0, $1, {BIT}, 31, 0xffffffff;", "=r,r", [other],
-        dtype=gl.float32, is_pure=True, pack=1,
+def sum_of_warps_before(address):
+    """What the warps before this one left."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        .reg .b32 w, a, b, c, d;
+        mov.u32 w, %tid.x;
+        ld.shared.v4.b32 {a, b, c, d}, [$1];
+        setp.ge.u32 p, w, 32;
+        selp.b32 $0, a, 0, p;
+        setp.ge.u32 p, w, 64;
+        @p add.u32 $0, $0, b;
+        setp.ge.u32 p, w, 96;
+        @p add.u32 $0, $0, c;
+        }
+        """,
+        "=&r,r", [address], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    return gl.where(upper, high, low) + other
+
+
+@gluon.jit
+def ones_where_not(flags):
+    """1 and 0 for cells without and with a flag, bfloat16, two cells in each of two words."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 x;
+        xor.b32 x, $2, 0x01010101;
+        mul.lo.u32 x, x, 255;
+        prmt.b32 $0, x, 0, 0x1100;
+        and.b32 $0, $0, 0x3F803F80;
+        prmt.b32 $1, x, 0, 0x3322;
+        and.b32 $1, $1, 0x3F803F80;
+        }
+        """,
+        "=&r,=&r,r", [flags], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+_LEFT: gl.constexpr = gl.constexpr(
+    "{ .reg .b32 t, z; mov.b32 z, 0x80008000;"  # -0
+    + _EVEN.value.format("$2")
+    + "fma.rn.bf16x2 $0, t, $4, z;"
+    + _ODD.value.format("$2")
+    + "fma.rn.bf16x2 $1, t, $4, z;"
+    + _EVEN.value.format("$3")
+    + "fma.rn.bf16x2 $0, t, $5, $0;"
+    + _ODD.value.format("$3")
+    + "fma.rn.bf16x2 $1, t, $5, $1; }"
+)
+
+
+@gluon.jit
+def left_of(a, b, first, second):
+    """Two columns' weights of a thread's cells, times ones or zeros, added up in two halves each.
+
+    a, b: as in ``add_scores``; first, second: ones and zeros of ``ones_where_not``.
+    """
+    return gl.inline_asm_elementwise(
+        _LEFT, "=&r,=&r,r,r,r,r", [a, b, first, second],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def fold(low, high, upper, BIT: gl.constexpr):
+    """Of two registers of a pair of threads that differ in a bit, the sum of one in each.
+
+    low, high: pairs of bfloat16; upper: whether a thread is the pair's upper one.
+    """
+    return gl.inline_asm_elementwise(
+        f"""
+        {{
+        .reg .pred p;
+        .reg .b32 o, one;
+        setp.ne.s32 p, $3, 0;
+        mov.b32 one, 0x3F803F80;
+        selp.b32 o, $1, $2, p;
+        selp.b32 $0, $2, $1, p;
+        shfl.sync.bfly.b32 o, o, {BIT}, 31, 0xffffffff;
+        fma.rn.bf16x2 $0, o, one, $0;
+        }}
+        """,
+        "=&r,r,r,r", [low, high, upper], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sum_of_halves(x):
+    """The sum of a word's two bfloat16 numbers, float32."""
+    return (x << 16).to(gl.float32, bitcast=True) + (x & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def twice(x):
+    """A float32 number as two of bfloat16."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1
+    )

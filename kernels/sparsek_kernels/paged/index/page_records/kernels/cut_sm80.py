@@ -22,19 +22,33 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.paged.index.page_records.kernels.counts_sm80 import (
+    add_scores,
     bits_of,
+    bits_of_segment,
     clear_counters,
-    count_key,
+    count_keys,
     counters_of_keys,
+    flags_of,
     fold,
     last_of_warp,
+    leave_sum_of_warp,
+    left_of,
+    list_bits,
+    load_own,
     lowest_bits,
-    masks_of,
+    ones_where_not,
     read_counters,
     shuffle_up,
+    store_own,
+    sum_of_bytes,
+    sum_of_halves,
+    sum_of_warps_before,
+    twice,
 )
+from sparsek_kernels.paged.index.page_records.kernels.lanes_sm80 import shuffle
 
 WARPS: gl.constexpr = gl.constexpr(4)
+NONE: gl.constexpr = gl.constexpr(-1.0e30)
 
 
 @gluon.jit
@@ -47,22 +61,6 @@ def log2(x):
 @gluon.jit
 def add(a, b):
     return a + b
-
-
-@gluon.jit
-def weight_of(word, AT: gl.constexpr):
-    """Byte ``AT`` of words as a float32 weight."""
-    bits = word >> 4 if AT == 3 else word << (20 - 8 * AT)
-    return gl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, 0x0FF00000, 0x30000000, 0xEA;", "=r,r", [bits],
-        dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def byte_of(word, AT: gl.constexpr):
-    """Byte ``AT`` of words: keys; below all of them where it is 64, outside."""
-    return ((word << (25 - 8 * AT)) >> 25) if AT < 3 else ((word << 1) >> 25)
 
 
 @gluon.jit
@@ -81,7 +79,7 @@ def two_shares(turn, PAIR: gl.constexpr, ROWS: gl.constexpr):
     """What a thread's segment has of two columns, of ``[16, COLUMNS]``: ``[16, 1]`` each."""
     LINE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     x = turn.slice(2 * PAIR, 2, dim=1).load(gl.SliceLayout(1, LINE))
-    a, b = gl.split(x[:, None, :] + gl.zeros([16, 8, 2], gl.float32, LINE))
+    a, b = gl.split(x[:, None, :] + gl.zeros([16, 8, 2], gl.int32, LINE))
     return (
         gl.convert_layout(a, ROWS, assert_trivial=True),
         gl.convert_layout(b, ROWS, assert_trivial=True),
@@ -89,35 +87,131 @@ def two_shares(turn, PAIR: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def key_of(score, inside, first_key, KEYS: gl.constexpr):
-    """Integer keys of scores; one more than the last outside."""
-    score = gl.where(score > 0.0, score, 0.0)
-    key = (score.to(gl.int32, bitcast=True) >> 21) - first_key
-    return gl.where(inside, gl.minimum(gl.maximum(key, 0), KEYS - 1), KEYS)
+def join_totals(highest, total, lane, OFF: gl.constexpr):
+    """Maxima and sums of exps, with those of the thread ``lane ^ OFF``."""
+    other, more = shuffle(highest, lane ^ OFF), shuffle(total, lane ^ OFF)
+    top = gl.maximum(highest, other)
+    return top, total * gl.exp2(highest - top) + more * gl.exp2(other - top)
 
 
 @gluon.jit
-def arrive(counter_ptr):
+def totals_of(states_ptr, rows, COLUMNS: gl.constexpr, LANES: gl.constexpr):
+    """Log of the sum of exps of each column, ``[32]``: every ``COLUMNS`` threads have all.
+
+    states_ptr: maxima and sums ``[rows, COLUMNS, 2]``.
+    """
+    lane = gl.arange(0, 32, layout=LANES)
+    states = states_ptr.to(gl.pointer_type(gl.int64)) + lane
+    EACH: gl.constexpr = 32 // COLUMNS
+    highest = gl.full([32], NONE, gl.float32, LANES)
+    total = gl.zeros([32], gl.float32, LANES)
+    for begin in range(0, rows, 8 * EACH):
+        tops, sums = (), ()
+        top = highest
+        for i in gl.static_range(8):
+            row = begin + i * EACH
+            there = row + lane // COLUMNS < rows
+            # of none: NONE in the lower half, 0 in the upper one
+            both = gl.load(states + row * COLUMNS, mask=there, other=0xF149F2CA)
+            tops = tops + (both.to(gl.int32).to(gl.float32, bitcast=True),)  # type: ignore[assignment]  # noqa: RUF005
+            sums = sums + ((both >> 32).to(gl.int32).to(gl.float32, bitcast=True),)  # type: ignore[assignment]  # noqa: RUF005
+            top = gl.maximum(top, tops[i])
+        total *= gl.exp2(highest - top)
+        for i in gl.static_range(8):
+            total += sums[i] * gl.exp2(tops[i] - top)
+        highest = top
+    highest, total = join_totals(highest, total, lane, 16)
+    if COLUMNS <= 8:
+        highest, total = join_totals(highest, total, lane, 8)
+    if COLUMNS <= 4:
+        highest, total = join_totals(highest, total, lane, 4)
+    return highest + log2(total)
+
+
+@gluon.jit
+def load_tops(at, segment, last, thread, COLUMNS: gl.constexpr):
+    """What a weight of 1 is of a thread's segment, for each column that it ends with."""
+    WIDE: gl.constexpr = min(COLUMNS, 8)
+    inside = (segment < last) & (thread < WIDE)
+    tops = ()
+    for first in gl.static_range(0, COLUMNS, WIDE):
+        here = at + segment * COLUMNS + first + thread % WIDE
+        tops = tops + (gl.load(here, mask=inside, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return tops
+
+
+@gluon.jit
+def arrive(counter_ptr, thread):
     """Tell the group that what this program left for it is there."""
     thread_barrier()
-    gl.atomic_add(counter_ptr, 1, sem="release")
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        setp.eq.s32 p, $2, 0;
+        @p red.release.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=&r,l,r", [counter_ptr.to(gl.int64) + 0 * thread.to(gl.int64), thread],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
-def wait_for(counter_ptr, count):
+def wait_for(counter_ptr, count, thread):
     """Wait until ``count`` programs have arrived."""
-    while gl.atomic_add(counter_ptr, 0, sem="acquire") < count:
-        pass
-    thread_barrier()
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        WAIT${:uid}:
+        ld.acquire.gpu.global.u32 $0, [$1];
+        setp.lt.u32 p, $0, $2;
+        @p bra WAIT${:uid};
+        }
+        """,
+        "=&r,l,r", [counter_ptr.to(gl.int64) + 0 * thread.to(gl.int64), count + 0 * thread],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
-def leave(counters, active):
-    """The last program of a group clears its counters for the next launch."""
-    thread_barrier()
-    if gl.atomic_add(counters + 1, 1, sem="acq_rel") == active - 1:
-        gl.store(counters, 0)
-        gl.store(counters + 1, 0)
+def cut_of(
+    counts_ptr, active, member, LANES: gl.constexpr, KEYS: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """The smallest key that is chosen, how many cells of it, and what comes before a program.
+
+    The last numbers: cells of larger keys in earlier programs, cells of this key there, and here.
+    """
+    lane = gl.arange(0, 32, layout=LANES)  # two keys each
+    pairs = counts_ptr.to(gl.pointer_type(gl.int64)) + lane
+    none = gl.zeros([32], gl.int32, LANES)
+    t0, t1, e0, e1, own0, own1 = none, none, none, none, none, none
+    for begin in range(0, active, 16):
+        for i in gl.static_range(16):
+            row = begin + i
+            both = gl.load(
+                pairs + row * (KEYS // 2), mask=none + row < active, other=0, cache_modifier=".cg"
+            )
+            low, high = both.to(gl.int32), (both >> 32).to(gl.int32)
+            t0 += low
+            t1 += high
+            e0 += gl.where(row < member, low, 0)
+            e1 += gl.where(row < member, high, 0)
+            own0 += gl.where(row == member, low, 0)
+            own1 += gl.where(row == member, high, 0)
+    reach0 = gl.associative_scan(t0 + t1, 0, add, reverse=True)  # cells of this key and above
+    reach1 = reach0 - t0
+    enough = (reach0 >= COUNT).to(gl.int32) + (reach1 >= COUNT).to(gl.int32)
+    threshold = gl.sum(enough, axis=0) - 1
+    above = gl.maximum(gl.where(reach0 < COUNT, reach0, 0), gl.where(reach1 < COUNT, reach1, 0))
+    needed = COUNT - gl.max(above, axis=0)
+    more = gl.where(2 * lane > threshold, e0, 0) + gl.where(2 * lane + 1 > threshold, e1, 0)
+    is0, is1 = 2 * lane == threshold, 2 * lane + 1 == threshold
+    same = gl.where(is0, e0, 0) + gl.where(is1, e1, 0)
+    here = gl.where(is0, own0, 0) + gl.where(is1, own1, 0)
+    return threshold, needed, gl.sum(more, axis=0), gl.sum(same, axis=0), gl.sum(here, axis=0)
 
 
 @gluon.jit(do_not_specialize=["dense_below", "members", "sums", "segments", "width"])
@@ -141,17 +235,14 @@ def cut_cells_kernel(
     tail_strides,
     RULE: gl.constexpr,
     SHAPE: gl.constexpr,
-    MOST: gl.constexpr,
-    SUMS: gl.constexpr,
     TURNS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """The chosen cells of requests, ascending, and the logits of what is left of segments.
 
-    ``members`` programs for each request and KV head; ``MOST``: a power of two from their number
-    on.  ``sums``: partial sums of each, of ``segments`` far segments but for the first; ``SUMS``: a
-    power of two from there on.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32 and
-    ``[T, Hq, segments]`` float32.  ``counter_ptr``: zeros at the beginning and at the end.
+    ``members`` programs for each request and KV head.  ``sums``: partial sums of each, of
+    ``segments`` far segments but for the first.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32 and
+    ``[T, Hq, segments]`` float32.  ``counter_ptr``: a zero for each request and KV head.
     """
     KEYS: gl.constexpr = RULE.KEYS
     GROUP: gl.constexpr = SHAPE.GROUP
@@ -190,11 +281,11 @@ def cut_cells_kernel(
     active = gl.cdiv(last - SINKS, SEGMENTS)
     if member >= active:
         return
-    counters = counter_ptr + 2 * job
+    counter = counter_ptr + job
     # config.first_key: the octave of a share of the cells that are chosen for each row
     share = gl.maximum(COUNT // (num_tokens * GROUP), 1).to(gl.float32)
     first_key = ((254 - (share.to(gl.int32, bitcast=True) >> 23)) << 2) - (KEYS - 1)
-    key_counters = counters_of_keys()
+    key_counters = counters_of_keys(TURNS)
     begin = SINKS + member * SEGMENTS
 
     # A turn is 16 segments, four of each warp; 8 threads have a segment, each every eighth cell.
@@ -204,37 +295,25 @@ def cut_cells_kernel(
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     weights = gl.allocate_shared_memory(gl.int32, [TURNS, 16, 8, COLUMNS], PLAIN3)
-    shares = gl.allocate_shared_memory(gl.float32, [TURNS, 16, COLUMNS], PLAIN2)
-    keys = gl.allocate_shared_memory(gl.int32, [TURNS, 16, 8], PLAIN2)
+    shares = gl.allocate_shared_memory(gl.int32, [TURNS, 16, COLUMNS], PLAIN2)
     spot = job.to(gl.int64) * width + begin
     # every warp has a run of segments: row r of turn t is segment (r / 4 * TURNS + t) * 4 + r % 4
-    n = gl.arange(0, SEGMENTS * 2 * COLUMNS, layout=gl.SliceLayout(1, WORDS))  # in 16 bytes
+    GRID: gl.constexpr = gl.BlockedLayout([TURNS, 1], [1, 32], [1, WARPS], [1, 0])
+    n = gl.arange(0, 32 * COLUMNS, layout=gl.SliceLayout(0, GRID))  # of a turn, in 16 bytes
     row = n // (2 * COLUMNS)
-    from_segment = (row % 16 // 4 * TURNS + row // 16) * 4 + row % 4
-    at = (weights_ptr + spot * (32 * COLUMNS)).to(gl.pointer_type(gl.int32))
-    at = at + (from_segment * (8 * COLUMNS) + n % (2 * COLUMNS) * 4)[:, None]
-    at = at + gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS))[None, :]
+    turn = gl.arange(0, TURNS, layout=gl.SliceLayout(1, GRID))[:, None]
+    from_segment = (row // 4 * (4 * TURNS) + row % 4)[None, :]
+    at = from_segment * (2 * COLUMNS) + (n % (2 * COLUMNS))[None, :] + turn * (8 * COLUMNS)
+    at = gl.reshape(at, [SEGMENTS * 2 * COLUMNS])
+    there = gl.reshape(begin + from_segment + 4 * turn < last, [SEGMENTS * 2 * COLUMNS])
+    at = gl.convert_layout(at, gl.SliceLayout(1, WORDS), assert_trivial=True)
+    at = weights_ptr + spot * (32 * COLUMNS) + 16 * at
+    at = at.to(gl.pointer_type(gl.int32))[:, None]
+    there = gl.convert_layout(there, gl.SliceLayout(1, WORDS), assert_trivial=True)[:, None]
+    fourth = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS))[None, :]
     flat = weights._reinterpret(gl.int32, [SEGMENTS * 2 * COLUMNS, 4], PLAIN2)
-    there = (begin + from_segment < last)[:, None] & (
-        gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)) >= 0
-    )[None, :]
-    async_copy.async_copy_global_to_shared(flat, at, mask=there)
+    async_copy.async_copy_global_to_shared(flat, at + fourth, mask=there & (fourth >= 0))
     async_copy.commit_group()
-
-    # Totals of rows: [columns].
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
-    m = gl.arange(0, SUMS, layout=gl.SliceLayout(1, PARTS))
-    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PARTS))
-    parts_there = m < NEAR + gl.cdiv(position // 64 - SINKS, segments)
-    states = state_ptr + job.to(gl.int64) * sums * (2 * COLUMNS)
-    at_state = states + m[:, None] * (2 * COLUMNS) + 2 * c[None, :]
-    highest = gl.load(at_state, mask=parts_there[:, None], other=-1.0e30)
-    parts = gl.load(at_state + 1, mask=parts_there[:, None], other=0.0)
-    total = gl.max(highest, axis=0)
-    parts = gl.sum(parts * gl.exp2(highest - total[None, :]), axis=0)
-    total += log2(parts) - 1.0  # [columns]
-    live = (c < QUERY_LEN * GROUP) & (c // GROUP < num_tokens)
-    total = gl.where(live, total, 1.0e30)
 
     # What a weight counts: [segments, columns].
     SHARE: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [WARPS, 1], [1, 0])
@@ -245,44 +324,43 @@ def cut_cells_kernel(
     there = (begin + from_segment < last)[:, None] & (column >= 0)[None, :]
     top = gl.load(tops_ptr + where, mask=there, other=-1.0e30)
     share = top + gl.load(gains_ptr + where, mask=there, other=0.0)
-    share = gl.exp2(share - gl.convert_layout(total, gl.SliceLayout(0, SHARE))[None, :])
-    shares._reinterpret(gl.float32, [SEGMENTS, COLUMNS], PLAIN2).store(share)
+    every_thread = gl.arange(0, 128, layout=FLAT)
+    clear_counters(key_counters + every_thread * 64)
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    totals = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    states = state_ptr + job.to(gl.int64) * sums * (2 * COLUMNS)
+    parts = NEAR + gl.cdiv(position // 64 - SINKS, segments)
+    totals.store(totals_of(states, parts, COLUMNS, LANES) - 1.0)  # a cell has two keys
+    thread_barrier()
+
+    total = totals.slice(0, COLUMNS).load(gl.SliceLayout(0, SHARE))
+    live = (column < QUERY_LEN * GROUP) & (column // GROUP < num_tokens)
+    share = gl.where(live[None, :], gl.exp2(share - total[None, :]), 0.0)
+    shares._reinterpret(gl.int32, [SEGMENTS, COLUMNS], PLAIN2).store(twice(share))
     async_copy.wait_group(0)
     thread_barrier()
 
     # Keys, and how many there are of each.
-    every_thread = gl.arange(0, 128, layout=FLAT)
-    clear_counters(key_counters + every_thread * 64)
-    thread_barrier()
     of_lane = key_counters + (gl.arange(0, 16, layout=SEGMENT) % 4 * 32)[:, None]
     of_lane = of_lane + gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))[None, :] * 4
     thread = gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))[None, :]
     row = gl.arange(0, 16, layout=SEGMENT)
     first_segment = begin + row // 4 * (4 * TURNS) + row % 4
+    thread = thread + gl.zeros([16, 8], gl.int32, ROWS)
+    own_words = key_counters + 4 * 2080 + row[:, None] * 32 + thread * 4
+    lowest = (first_key << 5) * 0x00010001
+    highest = ((first_key + KEYS - 1) << 5) * 0x00010001 + 0x001F001F
     for turn in range(TURNS):
-        a, b = two_words(weights.index(turn), 0, ROWS)
-        left, right = two_shares(shares.index(turn), 0, ROWS)
-        s0 = weight_of(a, 0) * left + weight_of(a, 1) * right
-        s1 = weight_of(a, 2) * left + weight_of(a, 3) * right
-        s2 = weight_of(b, 0) * left + weight_of(b, 1) * right
-        s3 = weight_of(b, 2) * left + weight_of(b, 3) * right
-        for pair in gl.static_range(1, COLUMNS // 2):
+        s0, s1 = gl.zeros([16, 8], gl.int32, ROWS), gl.zeros([16, 8], gl.int32, ROWS)
+        for pair in gl.static_range(COLUMNS // 2):
             a, b = two_words(weights.index(turn), pair, ROWS)
             left, right = two_shares(shares.index(turn), pair, ROWS)
-            s0 += weight_of(a, 0) * left + weight_of(a, 1) * right
-            s1 += weight_of(a, 2) * left + weight_of(a, 3) * right
-            s2 += weight_of(b, 0) * left + weight_of(b, 1) * right
-            s3 += weight_of(b, 2) * left + weight_of(b, 3) * right
+            s0, s1 = add_scores(s0, s1, a, b, left, right)
         inside = (first_segment + 4 * turn < last)[:, None] & (thread >= 0)
-        k0 = key_of(s0, inside, first_key, KEYS)
-        k1 = key_of(s1, inside, first_key, KEYS)
-        k2 = key_of(s2, inside, first_key, KEYS)
-        k3 = key_of(s3, inside, first_key, KEYS)
-        keys.index(turn).store(k0 | (k1 << 8) | (k2 << 16) | (k3 << 24))
-        count_key(of_lane, k0)
-        count_key(of_lane, k1)
-        count_key(of_lane, k2)
-        count_key(of_lane, k3)
+        word = count_keys(
+            s0, s1, thread * 0 + lowest, thread * 0 + highest, inside.to(gl.int32), of_lane
+        )
+        store_own(own_words + 512 * turn, word)
     thread_barrier()
     # Counters of a key are 32 lanes': two threads of 64 keys add up halves of them.
     HALVES: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [WARPS, 1], [1, 0])
@@ -291,96 +369,76 @@ def cut_cells_kernel(
     mine = key_counters + key[:, None] * 128 + half[None, :] * 64
     counts = count_ptr + job.to(gl.int64) * members * KEYS
     gl.store(counts + member * KEYS + key, gl.sum(read_counters(mine), axis=1))
-    arrive(counters)
-    wait_for(counters, active)
-
-    PAIR: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
-    other = gl.arange(0, MOST, layout=gl.SliceLayout(1, PAIR))
-    bins = gl.arange(0, KEYS, layout=gl.SliceLayout(0, PAIR))
-    every = gl.load(
-        counts + other[:, None] * KEYS + bins[None, :],
-        mask=(other < active)[:, None],
-        other=0,
-        cache_modifier=".cg",
+    at_tops = tops_ptr + job.to(gl.int64) * width * COLUMNS
+    tops = load_tops(at_tops, first_segment[:, None], last, thread, COLUMNS)
+    arrive(counter, every_thread)
+    wait_for(counter, active, every_thread)
+    threshold, needed, more_before, same_before, same_here = cut_of(
+        counts, active, member, LANES, KEYS, COUNT
     )
-    reach = gl.convert_layout(gl.sum(every, axis=0), FLAT)
-    reach = gl.associative_scan(reach, 0, add, reverse=True)
-    threshold = gl.sum((reach >= COUNT).to(gl.int32), axis=0) - 1
-    needed = COUNT - gl.max(gl.where(reach < COUNT, reach, 0), axis=0)
-    earlier = gl.where((other < member)[:, None], every, 0)
-    more = gl.where((bins > threshold)[None, :], earlier, 0)
-    same = gl.where((bins == threshold)[None, :], earlier, 0)
-    more_before = gl.sum(gl.sum(more, axis=1), axis=0)  # in earlier programs
-    same_before = gl.sum(gl.sum(same, axis=1), axis=0)
 
-    # How many a warp has, and those before it.
-    has = gl.zeros([16, 8], gl.int32, ROWS)
+    # Of the cells of the smallest key some programs choose all, some none, and one the first ones.
+    room = needed - same_before
+    least = gl.where(room > 0, threshold, threshold + 1)
+    if (room > 0) & (room < same_here):
+        count = gl.zeros([16, 8], gl.int32, ROWS)
+        for turn in range(TURNS):
+            word = load_own(own_words + 512 * turn)
+            count += flags_of(word, threshold) - flags_of(word, threshold + 1)
+        leave_sum_of_warp(key_counters + 0 * thread, sum_of_bytes(count))
+        thread_barrier()
+        left_over = room - sum_of_warps_before(key_counters + 0 * thread)
+        for turn in range(TURNS):
+            word = load_own(own_words + 512 * turn)
+            equal = flags_of(word, threshold) - flags_of(word, threshold + 1)
+            bits = bits_of_segment(equal, thread)
+            here = bits_of(bits)
+            until = here + shuffle_up(here, 8)
+            until += shuffle_up(until, 16)
+            chosen = lowest_bits(bits, gl.maximum(left_over - (until - here), 0))
+            word -= ((bits ^ chosen) >> thread) & 0x01010101
+            store_own(own_words + 512 * turn, word)
+            left_over -= last_of_warp(until)
+    count = gl.zeros([16, 8], gl.int32, ROWS)
     for turn in range(TURNS):
-        word = keys.index(turn).load(ROWS)
-        for j in gl.static_range(4):
-            k = byte_of(word, j)
-            has += gl.where(k > threshold, 1, gl.where(k == threshold, 65536, 0))
-    WARP: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    SQUARE: gl.constexpr = gl.BlockedLayout([1, WARPS], [32, 1], [WARPS, 1], [1, 0])
-    has = gl.sum(gl.convert_layout(gl.reshape(has, [WARPS, 32]), WARP), axis=1)
-    has = gl.convert_layout(has, gl.SliceLayout(0, SQUARE))
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, SQUARE))[:, None]
-    other_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(0, SQUARE))[None, :]
-    before = gl.sum(gl.where(other_warp < warp, has[None, :], 0), axis=1)  # [warps]
-    before = gl.convert_layout(before, gl.SliceLayout(1, WARP))[:, None]
-    before += gl.zeros([WARPS, 32], gl.int32, WARP)
-    before = gl.convert_layout(gl.reshape(before, [16, 8]), ROWS)
-    more = more_before + (before & 0xFFFF)
-    same = same_before + (before >> 16)
+        count += flags_of(load_own(own_words + 512 * turn), least)
+    leave_sum_of_warp(key_counters + 16 + 0 * thread, sum_of_bytes(count))
+    thread_barrier()
+    place = sum_of_warps_before(key_counters + 16 + 0 * thread)
+    place += more_before + gl.minimum(same_before, needed)
 
     rows = tail_ptr + first_token.to(gl.int64) * tail_strides[0]
     rows += kv_head * GROUP * tail_strides[1]
-    first_bit = 1 << thread
+    list_at = out.to(gl.int64) + 0 * thread.to(gl.int64)
+    bit0, bit1, bit2 = thread & 1, thread & 2, thread & 4
     for turn in range(TURNS):
-        word = keys.index(turn).load(ROWS)
-        above, equal = masks_of(
-            byte_of(word, 0), byte_of(word, 1), byte_of(word, 2), byte_of(word, 3),
-            gl.full([16, 8], 0, gl.int32, ROWS) + threshold,
-        )  # fmt: skip
-        here = bits_of(above) + 65536 * bits_of(equal)  # of a segment
+        segment = (first_segment + 4 * turn)[:, None]
+        keep = segment < last
+        coming = load_tops(at_tops, segment + 4, last, thread, COLUMNS)
+        flags = flags_of(load_own(own_words + 512 * turn), least)
+        taken = bits_of_segment(flags, thread)
+        here = bits_of(taken)
         until = here + shuffle_up(here, 8)
         until += shuffle_up(until, 16)
-        sames = same + ((until - here) >> 16)
-        place = more + ((until - here) & 0xFFFF) + gl.minimum(sames, needed)
-        taken = above | lowest_bits(equal, gl.maximum(needed - sames, 0))
-        segment = (first_segment + 4 * turn)[:, None]
-        for j in gl.static_range(4):
-            bit = first_bit << (8 * j)
-            spot_of = out + place + bits_of(taken & (bit - 1))
-            gl.store(spot_of, segment * 32 + 8 * j + thread, mask=(taken & bit) != 0)
-        until = last_of_warp(until)
-        more += until & 0xFFFF
-        same += until >> 16
+        list_bits(list_at, place + until - here, taken, thread, segment * 32 + 0 * thread)
+        place += last_of_warp(until)
         # What is left of a segment for 4 or 8 columns, of which each thread ends with one.
-        f0 = gl.where((taken & first_bit) == 0, 1.0, 0.0)
-        f1 = gl.where((taken & (first_bit << 8)) == 0, 1.0, 0.0)
-        f2 = gl.where((taken & (first_bit << 16)) == 0, 1.0, 0.0)
-        f3 = gl.where((taken & (first_bit << 24)) == 0, 1.0, 0.0)
-        keep = (first_segment + 4 * turn < last)[:, None]
+        f0, f1 = ones_where_not(flags)
         for first in gl.static_range(0, COLUMNS, WIDE):
             x = ()
             for pair in gl.static_range(first // 2, (first + WIDE) // 2):
                 a, b = two_words(weights.index(turn), pair, ROWS)
-                for h in gl.static_range(2):
-                    part = weight_of(a, h) * f0 + weight_of(a, 2 + h) * f1
-                    part += weight_of(b, h) * f2 + weight_of(b, 2 + h) * f3
-                    x = x + (part,)  # type: ignore[assignment]  # noqa: RUF005
-            part = fold(fold(x[0], x[1], thread, 1), fold(x[2], x[3], thread, 1), thread, 2)  # type: ignore[misc]
+                x = x + left_of(a, b, f0, f1)
+            part = fold(fold(x[0], x[1], bit0, 1), fold(x[2], x[3], bit0, 1), bit1, 2)  # type: ignore[misc]
             if WIDE == 4:
-                part = fold(part, part, thread, 4)
+                part = fold(part, part, bit2, 4)
             else:
-                more_of = fold(fold(x[4], x[5], thread, 1), fold(x[6], x[7], thread, 1), thread, 2)  # type: ignore[misc]
-                part = fold(part, more_of, thread, 4)
+                high = fold(fold(x[4], x[5], bit0, 1), fold(x[6], x[7], bit0, 1), bit1, 2)  # type: ignore[misc]
+                part = fold(part, high, bit2, 4)
             of = first + thread % WIDE  # its column
-            at_top = tops_ptr + (job.to(gl.int64) * width + segment) * COLUMNS + of
-            part = gl.load(at_top, mask=keep, other=0.0) + log2(part) + 1.0
-            part = gl.where(taken == -1, float("-inf"), part)
+            left = tops[first // WIDE] + log2(sum_of_halves(part)) + 1.0
+            left = gl.where(taken == -1, float("-inf"), left)
             to_tail = rows + (of // GROUP) * tail_strides[0] + (of % GROUP) * tail_strides[1]
             wanted = keep & (of < QUERY_LEN * GROUP) & (of // GROUP < num_tokens)
-            gl.store(to_tail + segment, part, mask=wanted & (thread < WIDE))
-    leave(counters, active)
+            gl.store(to_tail + segment, left, mask=wanted & (thread < WIDE))
+        tops = coming

@@ -64,6 +64,25 @@ def pack_weights(a, b, c, d):
 
 
 @gluon.jit
+def store_to_keep(at, first, second, valid):
+    """Store two words that the L2 cache keeps for the next kernel while much else is read."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        .reg .b64 keep;
+        setp.ne.s32 p, $4, 0;
+        createpolicy.fractional.L2::evict_last.b64 keep, 1.0;
+        @p st.global.L2::cache_hint.v2.b32 [$1], {$2, $3}, keep;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=&r,l,r,r,r", [at.to(gl.int64), first, second, valid.to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def weigh_cells(
     products, base, state, spot, half, valid, weights_ptr, tops_ptr, g, COLUMNS: gl.constexpr,
 ):  # fmt: skip
@@ -86,17 +105,7 @@ def weigh_cells(
     d2, d3 = gl.maximum(gl.exp2(d2 - m0), LEAST), gl.maximum(gl.exp2(d3 - m1), LEAST)
     # weights: [segments, 8 rows, columns / 2, 4 cells, 2 columns]
     at = weights_ptr + spot * (32 * COLUMNS) + g * (4 * COLUMNS) + half * 8
-    PAIR: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0])
-    both = gl.join(pack_weights(c0, c1, c2, c3), pack_weights(d0, d1, d2, d3))
-    both = gl.convert_layout(both, PAIR, assert_trivial=True)
-    at = gl.convert_layout(at, gl.SliceLayout(1, PAIR), assert_trivial=True)
-    two = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIR))[None, :]
-    at = at.to(gl.pointer_type(gl.int32))[:, None] + two
-    gl.store(
-        at,
-        both,
-        mask=gl.convert_layout(valid, gl.SliceLayout(1, PAIR), assert_trivial=True)[:, None],
-    )
+    store_to_keep(at, pack_weights(c0, c1, c2, c3), pack_weights(d0, d1, d2, d3), valid)
     at = spot * COLUMNS + 2 * half
     gl.store(tops_ptr + at, m0, mask=valid & (g == 0))
     gl.store(tops_ptr + at + 1, m1, mask=valid & (g == 0))
@@ -178,6 +187,7 @@ def weigh_cells_kernel(
     tops_ptr,
     gains_ptr,
     state_ptr,
+    counter_ptr,
     q_ptr,
     k_ptr,
     records_ptr,
@@ -223,6 +233,8 @@ def weigh_cells_kernel(
         )  # fmt: skip
     job = gl.program_id(0) // members
     member = gl.program_id(0) % members
+    if member == 0:
+        gl.store(counter_ptr + job, 0)  # for the programs that cut
     request = job // NUM_KV_HEADS
     kv_head = job % NUM_KV_HEADS
     seq_len = gl.load(seq_lens_ptr + request)

@@ -1,0 +1,88 @@
+"""What runs beside what: kernels that start early, and streams that share scratch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from problems import attend_phases, make_problem
+
+from sparsek_kernels.paged import SelectionPolicy, paged_attention, scratch
+from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.config import overlaps
+
+RULE = SelectionPolicy(num_sink=64, window_size=128, top_k=8, sel_block_size=64, query_tile=64)
+
+
+@pytest.mark.parametrize(("length", "chooses"), [(300, False), (1500, True)])
+def test_only_what_follows_a_choice_reads_keys_early(
+    length: int, chooses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed: list[bool] = []
+
+    def options(_device: torch.device, allow: bool = True) -> dict[str, bool]:
+        allowed.append(allow)
+        return {"OVERLAP": False}
+
+    monkeypatch.setattr(attend_launch, "overlap_options", options)
+    problem = make_problem([(1, length), (70, length)], num_decodes=1, page_size=64)
+    attend_phases(problem.operands(torch.empty_like(problem.q)), problem.batch, RULE)
+    assert allowed == [chooses, chooses]
+
+
+def test_kernels_start_early_where_that_has_been_run() -> None:
+    assert [arch for arch in (75, 80, 86, 89, 90, 100, 103, 120) if overlaps(arch)] == [90]
+
+
+@dataclass
+class Stream:
+    cuda_stream: int
+    waited: list[int] = field(default_factory=list)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other.cuda_stream)
+
+
+def test_streams_take_turns_at_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [Stream(1), Stream(2)]
+    now: list[Any] = [streams[0], False]
+    monkeypatch.setattr(scratch, "_users", {})
+    monkeypatch.setattr(scratch, "current_stream", lambda _device: now[0].cuda_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: now[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[1])
+    for index in (0, 0, 1, 1, 0):
+        now[0] = streams[index]
+        assert scratch.take_turns(0) == streams[index].cuda_stream
+    assert [stream.waited for stream in streams] == [[2], [1]]
+    now[:] = streams[1], True  # a captured call waits for nothing that is not captured
+    scratch.take_turns(0)
+    assert streams[1].waited == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_call_waits_for_one_on_another_stream() -> None:
+    problem = make_problem([(1, 3000)] * 4, num_decodes=4, page_size=64, device="cuda")
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    cache = (problem.k_cache, problem.v_cache)
+
+    def attend(batch: Any) -> torch.Tensor:
+        return paged_attention(problem.q, *cache, batch, SelectionPolicy())
+
+    wanted = attend(problem.batch)
+    torch.cuda.synchronize()
+    for batch in (replace(problem.batch, _derived={}), problem.batch):  # launched, then replayed
+        with torch.cuda.stream(one):
+            torch.cuda._sleep(1 << 30)
+            first = attend(batch)
+        with torch.cuda.stream(other):
+            second = attend(batch)
+        ended = other.record_event()
+        time.sleep(0.05)
+        assert not ended.query()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(first, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(second, wanted, rtol=0, atol=0)
