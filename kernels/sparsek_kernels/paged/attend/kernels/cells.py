@@ -11,33 +11,14 @@ from sparsek_kernels.paged.kernels.record import SEGMENT, load_value_means
 
 @triton.jit
 def attend_forced(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    position,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    piece_begin,
-    piece_end,
-    num_front,
-    num_forced,
-    first_local,
-    low,
-    high,
-    qk_scale,
-    stride_kp,
-    stride_kt,
-    stride_vp,
-    stride_vt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SHARDED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    acc, row_max, row_sum, q, position,
+    k_ptr, v_ptr, table_ptr,
+    piece_begin, piece_end, num_front, num_forced, first_local, low, high, qk_scale,
+    stride_kp, stride_kt,
+    stride_vp, stride_vt,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SHARDED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Running softmax over sinks and window of tokens at ``low`` to ``high``, or over all they see.
 
     Piece ``p`` of the ``num_forced`` is the run of ``BLOCK_N`` keys ``p``, from ``num_front`` on
@@ -73,30 +54,15 @@ def cell_keys(
 
 @triton.jit
 def attend_cells(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    selected_ptr,
-    piece_begin,
-    piece_end,
-    qk_scale,
-    stride_kp,
-    stride_kt,
-    stride_vp,
-    stride_vt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SELECTED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SHARDED: tl.constexpr,
+    acc, row_max, row_sum, q,
+    k_ptr, v_ptr, table_ptr, selected_ptr,
+    piece_begin, piece_end, qk_scale,
+    stride_kp, stride_kt,
+    stride_vp, stride_vt,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    SELECTED: tl.constexpr, PAGE_SIZE: tl.constexpr, SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Running softmax over pieces of ``BLOCK_N`` of the ``SELECTED`` keys in chosen cells.
 
     All of them are before the window, so that positions are not compared.  Cells and their pages
@@ -137,26 +103,13 @@ def attend_cells(
 
 @triton.jit
 def attend_tail(
-    acc,
-    row_max,
-    row_sum,
-    tail_rows,
-    mask_m,
-    records_ptr,
-    table_ptr,
-    piece_begin,
-    piece_end,
-    first_segment,
-    last_segment,
+    acc, row_max, row_sum, tail_rows, mask_m,
+    records_ptr, table_ptr,
+    piece_begin, piece_end, first_segment, last_segment,
     stride_rp,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    RECORD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SHARDED: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RECORD: tl.constexpr, DTYPE: tl.constexpr, SHARDED: tl.constexpr,
+):  # fmt: skip
     """Running softmax over what stands in for cells that are not chosen: one more key a segment.
 
     Piece ``p`` is the ``BLOCK_P`` segments from ``first_segment + p * BLOCK_P`` on, before

@@ -21,38 +21,13 @@ from sparsek_kernels.paged.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["splits"])
 def attend_kernel(
-    out_ptr,
-    lse_ptr,
-    part_ptr,
-    state_ptr,
-    ticket_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sinks_ptr,
-    selected_ptr,
-    tail_ptr,
-    records_ptr,
-    tiles_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    v_scale,
-    bounds,
-    splits,
-    out_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    selected_strides,
-    tail_strides,
+    out_ptr, lse_ptr, part_ptr, state_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr, selected_ptr,
+    tail_ptr, records_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    qk_scale, v_scale, bounds, splits, out_strides, q_strides, k_strides, v_strides,
+    selected_strides, tail_strides,
     stride_br,
-    RULE: tl.constexpr,
-    SHAPE: tl.constexpr,
-    TILING: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    RULE: tl.constexpr, SHAPE: tl.constexpr, TILING: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """``QUERIES`` queries x ``BLOCK_H`` heads of a KV head over one share of the tile's blocks.
 
     Row ``m`` is query ``m // BLOCK_H``, head ``m % BLOCK_H``.  ``splits`` programs share a tile;
