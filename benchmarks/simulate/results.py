@@ -136,7 +136,9 @@ def table(documents: Iterable[dict[str, Any]], chosen: str, variants: Sequence[s
     """
     cells = [cell for document in documents for cell in document["cells"] if cell["set"] == chosen]
     rules = {variant.name: variant.prompt for variant in SETS[chosen]} | {"dense": PromptRule()}
-    about = ["MiB"] if chosen == "decode" else ["attended", *(f"{n >> 10}k" for n in CONTEXTS)]
+    about = ["MiB"]
+    if chosen != "decode":
+        about = ["attended", *(f"cost {n >> 10}k" for n in CONTEXTS)]
     head = [f"{cell['model']}, {cell['length'] // 1000}k" for cell in cells]
     head = ["variant", *about, *head]
     lines = [head, ["---"] * len(head)]

@@ -536,14 +536,19 @@ def test_a_run_goes_on_where_others_stopped_and_its_figures_are_merged(
     assert "| window | " in text
 
 
-@pytest.mark.parametrize("chosen", SETS)
-def test_the_tables_of_the_docs_are_of_the_committed_file(chosen: str) -> None:
-    document = json.loads((ROOT / "benchmarks/results/simulation_qwen_h200.json").read_text())
+DOCUMENTS = [
+    json.loads((ROOT / "benchmarks/results" / name).read_text())
+    for name in ("simulation_qwen_h200.json", "simulation_prompts_qwen_h200.json")
+]
+
+
+@pytest.mark.parametrize("chosen", ["decode", "prompts", "budgets"])
+def test_the_tables_of_the_docs_are_of_the_committed_files(chosen: str) -> None:
     page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
-    head = results.table([document], chosen, ["dense"]).partition("\n")[0]
+    head = results.table(DOCUMENTS, chosen, ["dense"]).partition("\n")[0] + "\n"
     shown = page[page.index(head) :].partition("\n\n")[0]
     names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()[2:]]
-    assert results.table([document], chosen, names) == shown
+    assert results.table(DOCUMENTS, chosen, names) == shown
     known = {variant.name for variant in SETS[chosen]} | {"dense"}
     assert set(names) <= known
 
