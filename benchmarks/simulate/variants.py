@@ -110,26 +110,32 @@ def _budgets() -> list[Variant]:
 
 
 def _ranks() -> list[Variant]:
-    """What ranks, and how many rows of it."""
-    named = PromptRule("p2dr", blocks=48, tile=32, rank_rows=16, variance=True)
+    """What names candidates and what ranks them, at the cost of 64 blocks of 128 or below."""
+    named = PromptRule("page", blocks=64, candidates=128, tile=32, rank_rows=16, variance=True)
+    two_sketches = replace(named, ranks="p2dr", candidates=192)
     one_step = replace(named, scores="all", ranks="p2dr")
     rules = {
-        "48 by p2dr": one_step,
-        "96 by p2dr": replace(one_step, blocks=96),
+        "64 of 128 m16": replace(named, scores="m16", variance=False),
+        "64 of 128 page": named,
+        "64 of 192 page 8 rows": replace(named, candidates=192, rank_rows=8),
+        "64 of 96 p2dr": replace(named, scores="p2dr", candidates=96),
+        "64 of 128 p2dr largest": replace(named, scores="p2dr", name_by="largest"),
+        "80 of 192 page by p2dr": replace(two_sketches, blocks=80),
+        "96 of 192 page by p2dr": replace(two_sketches, blocks=96),
+        "64 of 384 page by p2dr": replace(two_sketches, candidates=384),
         "96 by p2dr mass .005": replace(one_step, blocks=96, min_mass=0.005),
-        "48 of 96 p2dr": replace(named, candidates=96),
-        "48 by p2dr sum": replace(one_step, rank_by="sum"),
-        "48 by p2dr 8 rows": replace(one_step, rank_rows=8),
-        "48 by p2dr no variance": replace(one_step, variance=False),
-        "48 by p2dr tile 64": replace(one_step, tile=64, rank_rows=32),
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
 def _details() -> list[Variant]:
-    """What may be added to 48 blocks by p2dr, or taken from them."""
-    base = PromptRule("all", blocks=48, tile=32, ranks="p2dr", rank_rows=16, variance=True)
+    """What may be added to 64 blocks by p2dr, or taken from them."""
+    base = PromptRule("all", blocks=64, tile=32, ranks="p2dr", rank_rows=16, variance=True)
     changes: dict[str, dict[str, Any]] = {
+        "sum": {"rank_by": "sum"},
+        "8 rows": {"rank_rows": 8},
+        "no variance": {"variance": False},
+        "tile 64": {"tile": 64, "rank_rows": 32},
         "tile 16": {"tile": 16, "rank_rows": 8},
         "growth .5": {"growth": 0.5},
         "growth -.5": {"growth": -0.5},
@@ -139,25 +145,7 @@ def _details() -> list[Variant]:
         "tail p2dr": {"tail": "p2dr"},
         "window 256": {"window": 256},
     }
-    return [Variant(f"48 by p2dr {name}", prompt=replace(base, **x)) for name, x in changes.items()]
-
-
-def _sources() -> list[Variant]:
-    """What names candidates, and smaller or larger choices."""
-    base = PromptRule("p2dr", blocks=32, tile=32, rank_rows=16, variance=True)
-    one_step = replace(base, scores="all", ranks="p2dr")
-    rules = {
-        "32 of 192 m16": replace(base, scores="m16", variance=False),
-        "32 of 192 m4": replace(base, scores="m4", variance=False),
-        "32 of 192 page": replace(base, scores="page"),
-        "32 of 192 p2dr largest": replace(base, name_by="largest"),
-        "24 by p2dr": replace(one_step, blocks=24),
-        "64 by page": replace(one_step, ranks="page", blocks=64),
-        "64 of 384 page by p2dr": replace(one_step, scores="page", candidates=384, blocks=64),
-        "64 of 192 m16 by p2dr": replace(one_step, scores="m16", blocks=64),
-        "128 by p2dr mass .0025": replace(one_step, blocks=128, min_mass=0.0025),
-    }
-    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+    return [Variant(f"64 by p2dr {name}", prompt=replace(base, **x)) for name, x in changes.items()]
 
 
 SETS = {
@@ -166,5 +154,4 @@ SETS = {
     "budgets": _budgets(),
     "ranks": _ranks(),
     "details": _details(),
-    "sources": _sources(),
 }
