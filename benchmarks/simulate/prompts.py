@@ -30,8 +30,9 @@ class PromptRule:
         candidates: blocks among which ``ranks`` chooses.
         name_stride: of so many rows the last names candidates.
         name_by: what a candidate counts: the ``sum`` of what rows give it, or the ``largest``.
-        ranks: what ranks candidates: masses by ``exact`` logits, or those of a sketch or ``page``
-            beside exact ones of sinks and window.
+        ranks: what ranks candidates.  ``exact``: their masses by the logits of their keys.  A
+            sketch, or ``page``: their masses by its logits, beside those of the keys of sinks and
+            window.
         rank_rows: rows of a tile, evenly spaced, whose masses rank.
         rank_by: what a block counts, as ``name_by``.
         variance: whether spread within a sketch's vectors adds to its logits.

@@ -111,11 +111,13 @@ _KEYS: gl.constexpr = gl.constexpr(
 
 @gluon.jit
 def count_keys(first, second, lowest, highest, inside, address):
-    """Integer keys of a thread's cells, 64 more in each byte, and one more of each; 0 outside.
+    """A word with the integer keys of a thread's four cells, which are counted; 0 outside.
 
-    first, second: scores of two cells each, bfloat16.  The keys are their bits to two behind the
-    leading one, between those of ``lowest`` and ``highest``, from 0 on.  address: of a lane's
-    counters.
+    A key is the quarter of an octave that a score lies in, counted from that of ``lowest`` and cut
+    off at that of ``highest``.  Each byte of the word has 64 more than its key.
+
+    first, second: the scores, two bfloat16 numbers each; inside: whether the cells compete;
+    address: where the counters of the thread's lane begin.
     """
     return gl.inline_asm_elementwise(
         _KEYS, "=&r,r,r,r,r,r,r", [first, second, lowest, highest, inside, address],
@@ -227,9 +229,11 @@ _LIST: gl.constexpr = gl.constexpr(
 
 @gluon.jit
 def list_bits(address, place, bits, thread, first):
-    """Write the set bits of a segment, ascending, from ``place`` on; ``first`` is what bit 0 is.
+    """Write the numbers of a segment's chosen cells into the list, ascending.
 
-    address: of the list, int64.  Of the eight threads each writes those of four bits.
+    address: of the list, int64; place: where in the list the first of them goes; bits: a bit for
+    each chosen cell; first: the number of the segment's first cell.  Each of the segment's eight
+    threads writes those of four bits.
     """
     gl.inline_asm_elementwise(
         _LIST, "=&r,l,r,r,r,r", [address, place, bits, thread, first],
