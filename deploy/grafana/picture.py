@@ -48,8 +48,7 @@ def draw(axis: Any, server: str, panel: dict[str, Any], end: float) -> None:
     unit = UNITS[panel["fieldConfig"]["defaults"]["unit"]]
     axis.yaxis.set_major_formatter(lambda value, _: unit.format(round(value, 6)))
     axis.set_title(panel["title"], fontsize=10, loc="left")
-    axis.set_ylim(bottom=0)
-    axis.set_xlim(-SECONDS, 0)
+    axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize=7)
     if axis.get_legend_handles_labels()[0]:
@@ -63,11 +62,12 @@ def main(server: str, out: str) -> None:
     drawn = [panel for panel in panels if panel["type"] == "timeseries"]
     columns = 24 // drawn[0]["gridPos"]["w"]
     figure, axes = pyplot.subplots(
-        len(drawn) // columns, columns, figsize=(13, 7.5), layout="constrained"
+        len(drawn) // columns, columns, sharex=True, figsize=(13, 7.5), layout="constrained"
     )
     end = time.time()
     for axis, panel in zip(axes.flat, drawn, strict=True):
         draw(axis, server, panel, end)
+    axes.flat[0].set_xlim(right=0)
     figure.supxlabel("seconds before now", fontsize=8)
     figure.savefig(out, dpi=100)
     print(f"wrote {out}")

@@ -86,8 +86,7 @@ _ROW = TypeAdapter(Row)
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """Write rows, numbers at five significant digits."""
-    names = [field.name for field in fields(Row)]
-    write_csv_file(path, names, map(asdict, rows), digits=5)
+    write_csv_file(path, [asdict(row) for row in rows], digits=5)
 
 
 def read_csv(path: Path) -> list[Row]:

@@ -158,7 +158,7 @@ def _settings_text(settings: Mapping[str, Any]) -> str:
 
 def write_results(out: Path, name: str, rows: Sequence[Row]) -> list[Path]:
     """Write NAME.csv, NAME.json and, with matplotlib, NAME.png; returns their paths."""
-    table = write_csv_file(out / f"{name}.csv", list(rows[0]), rows, digits=5)
+    table = write_csv_file(out / f"{name}.csv", rows, digits=5)
     full, drawn = out / f"{name}.json", out / f"{name}.png"
     full.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     try:

@@ -164,7 +164,7 @@ def write_masses(path: Path, masses: Sequence[Mass]) -> Path:
             torch.stack([mass.caught, mass.best, mass.attended], 1).tolist()
         )
     ]
-    return write_csv_file(path, COLUMNS, rows, digits=6)
+    return write_csv_file(path, rows, digits=6)
 
 
 def phase_summaries(masses: Sequence[Mass]) -> list[str]:

@@ -26,36 +26,6 @@ def _with_ends(name: str) -> tuple[str, str, str]:
     return name, f"{name}_low", f"{name}_high"
 
 
-COLUMNS = (
-    "label",
-    "task",
-    "variant",
-    "length",
-    "prompts",
-    "prefill_share",
-    "decode_share",
-    *_with_ends("accuracy"),
-    "of_reference",
-    *_with_ends("delta_accuracy"),
-    "correct",
-    "lost",
-    "gained",
-    "mcnemar_p",
-    "nll",
-    *_with_ends("delta_nll"),
-)
-TEXT_COLUMNS = (
-    "label",
-    "length",
-    "texts",
-    "prefill_share",
-    "ppl",
-    "ppl_second_half",
-    "delta_nll",
-    "delta_nll_second_half",
-)
-
-
 @dataclass(frozen=True)
 class Run:
     """Everything that one budget, or one server, scored.
@@ -279,10 +249,10 @@ def write_results(
     retrieval, perplexity = retrieval_rows(runs), perplexity_rows(runs)
     written = []
     if retrieval:
-        written.append(write_csv_file(out / f"{name}.csv", COLUMNS, retrieval, digits=6))
+        written.append(write_csv_file(out / f"{name}.csv", retrieval, digits=6))
     if perplexity:
         texts = out / f"{name}.texts.csv"
-        written.append(write_csv_file(texts, TEXT_COLUMNS, perplexity, digits=6))
+        written.append(write_csv_file(texts, perplexity, digits=6))
     document = {
         **details,
         "runs": [run.about for run in runs],

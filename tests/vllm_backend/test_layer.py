@@ -179,7 +179,7 @@ def test_one_prefill_in_a_while_is_timed_where_asked_for(
     monkeypatch.setattr(PROBE, "_last", float("-inf"))
     *_, timed = run(layer, builder, cache, make_step([400], [400], 64), seed=1)
     taken = STATS.take_seconds()
-    assert min(taken) > 0 if asked else taken == (0.0, 0.0)
+    assert 0 < taken[0] < taken[1] if asked else taken == (0.0, 0.0)
     *_, untimed = run(layer, builder, cache, make_step([400], [400], 64), seed=1)
     assert torch.equal(timed, untimed)
     monkeypatch.setattr(PROBE, "_last", float("-inf"))
@@ -222,7 +222,7 @@ def test_a_timed_prefill_waits_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert STATS.take_seconds() == (0.0, 0.0)
     Event.passed = True
     assert probe.is_due(device)
-    assert STATS.take_seconds() == (0.25, 1.5)
+    assert STATS.take_seconds() == (0.25, 1.75)
 
 
 @pytest.mark.gpu

@@ -62,8 +62,8 @@ def choose_splits(programs: int, pieces: int, resident: int, *, most: int = 32) 
 
 
 def most_splits(splits: int) -> int:
-    """Programs that a kernel has room to add up, of which it is compiled for three numbers."""
-    return 1 if splits == 1 else 8 if splits <= 8 else _SPLIT_STEPS[-1]
+    """Programs that a kernel has room to add up: it is compiled for 1, 8, 16 and 32."""
+    return 1 if splits == 1 else max(next_power_of_2(splits), 8)
 
 
 def is_hopper(arch: int) -> bool:

@@ -1,4 +1,4 @@
-"""Masks that no kernel has, attended by torch SDPA."""
+"""Layers whose masks no kernel has, attended by torch SDPA."""
 
 from __future__ import annotations
 
@@ -12,33 +12,22 @@ from sparsek_kernels.paged.operands import PagedOperands
 from .metadata import SparseKMetadata
 
 
-def mask_of(layer: Any, causal: bool, window_of_ranges: bool = False) -> FallbackMask:
-    """Return the mask and logits of a :class:`SparseKImpl`, as the SDPA fallback takes them."""
-    return FallbackMask(
-        causal=causal,
-        softmax_scale=layer.scale,
-        window_size=layer.sliding_window,
-        alibi_slopes=layer.alibi_slopes,
-        logits_soft_cap=layer.logits_soft_cap,
-        sinks=layer.sinks,
-        window_of_ranges=window_of_ranges,
-    )
-
-
 def attend_pages(
-    mask: FallbackMask, operands: PagedOperands, step: SparseKMetadata, reason: str
+    impl: Any, operands: PagedOperands, step: SparseKMetadata, reason: str, window_of_ranges: bool
 ) -> None:
-    """Attend a decoder's step under a mask; writes ``operands.out``.
+    """Attend a decoder's step; writes ``operands.out``.
 
     Args:
+        impl: the layer's :class:`SparseKImpl`.
         reason: why SDPA serves it, for the log.
+        window_of_ranges: whether bidirectional ranges heed the window.
     """
     paged_fallback(
         operands.q,
         operands.k_cache,
         operands.v_cache,
         step.batch,
-        mask,
+        _mask(impl, causal=True, window_of_ranges=window_of_ranges),
         bidirectional_ranges=step.mm_prefix_range,
         reason=reason,
         out=operands.out,
@@ -46,27 +35,30 @@ def attend_pages(
 
 
 def attend_encoder(
-    mask: FallbackMask,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    impl: Any,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     step: SparseKMetadata,
     out: torch.Tensor,
 ) -> None:
-    """Attend an encoder's step, whose keys are in no page.
-
-    Args:
-        query: ``[T, Hq, D]``; key, value: ``[T, Hkv, D]``.
-        out: ``[T, Hq, D]``, written.
-    """
+    """Attend an encoder's step, whose keys are in no page; writes ``out [T, Hq, D]``."""
     offsets = step.query_offsets or ()
     sdpa_fallback(
-        query,
-        key,
-        value,
-        mask,
+        *qkv,
+        _mask(impl, causal=False),
         cu_seqlens_q=offsets,
         cu_seqlens_k=offsets,
         reason="encoder-only attention",
         out=out,
+    )
+
+
+def _mask(impl: Any, causal: bool, window_of_ranges: bool = False) -> FallbackMask:
+    return FallbackMask(
+        causal=causal,
+        softmax_scale=impl.scale,
+        window_size=impl.sliding_window,
+        alibi_slopes=impl.alibi_slopes,
+        logits_soft_cap=impl.logits_soft_cap,
+        sinks=impl.sinks,
+        window_of_ranges=window_of_ranges,
     )

@@ -239,16 +239,14 @@ class SparseKImpl(AttentionImpl):
         whole = tokens.stop == query.shape[0]  # a slice takes microseconds
         query, out = (query, output) if whole else (query[tokens], output[tokens])
         if self.attn_type == AttentionType.ENCODER_ONLY:
-            mask = fallback.mask_of(self, causal=False)
-            fallback.attend_encoder(mask, query, key[tokens], value[tokens], attn_metadata, out)
+            fallback.attend_encoder(self, (query, key[tokens], value[tokens]), attn_metadata, out)
             return output
         operands = self._operands(layer, query, self._pages.cached(kv_cache), out)
         shards = attn_metadata.shards
         self._write_index(operands, attn_metadata.batch if shards is None else shards.batch)
         if reason := self.fallback_reason or attn_metadata.fallback_reason:
             clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-            mask = fallback.mask_of(self, causal=True, window_of_ranges=clamped)
-            fallback.attend_pages(mask, operands, attn_metadata, reason)
+            fallback.attend_pages(self, operands, attn_metadata, reason, clamped)
         elif shards is not None:
             attend_shards(operands, kv_cache, shards, self.own, self._pages)
         else:

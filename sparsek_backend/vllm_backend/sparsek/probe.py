@@ -15,7 +15,7 @@ INTERVAL = 10.0
 
 
 class SelectionProbe:
-    """Times the two halves of a prefill of one layer: choosing, and attending.
+    """Times a prefill of one layer: choosing, and choosing and attending together.
 
     Nothing waits for a GPU: it notes the times itself, and a later prefill reads them.
     """
@@ -30,7 +30,7 @@ class SelectionProbe:
             return False
         if self._noted and self._noted[-1].query():
             first, chosen, last = self._noted
-            _add(first.elapsed_time(chosen) / 1000, chosen.elapsed_time(last) / 1000)
+            _add(first.elapsed_time(chosen) / 1000, first.elapsed_time(last) / 1000)
             self._noted = ()
         return not self._noted and time.monotonic() - self._last >= INTERVAL
 
@@ -55,10 +55,11 @@ class SelectionProbe:
         found = select()
         chosen = time.perf_counter()
         attend(found)
-        _add(chosen - first, time.perf_counter() - chosen)
+        _add(chosen - first, time.perf_counter() - first)
 
 
 def _add(selection: float, attention: float) -> None:
+    """Count the seconds to choose, and to choose and attend."""
     STATS.selection_seconds += selection
     STATS.attention_seconds += attention
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle_check import fill
 from problems import attend_phases, make_problem
 
 from sparsek_kernels.paged import SelectionPolicy, paged_attention, scratch
@@ -66,6 +67,7 @@ def test_streams_take_turns_at_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_call_waits_for_one_on_another_stream() -> None:
     problem = make_problem([(1, 3000)] * 4, num_decodes=4, page_size=64, device="cuda")
+    fill(problem)
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     cache = (problem.k_cache, problem.v_cache)
 

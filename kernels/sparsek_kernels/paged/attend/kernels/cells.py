@@ -6,38 +6,19 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.attend.kernels.pieces import add_weights, attend_pieces
-from sparsek_kernels.paged.kernels.record import SEGMENT, load_value_means, value_at
+from sparsek_kernels.paged.kernels.record import SEGMENT, load_value_means
 
 
 @triton.jit
 def attend_forced(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    position,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    piece_begin,
-    piece_end,
-    num_front,
-    num_forced,
-    first_local,
-    low,
-    high,
-    qk_scale,
-    stride_kp,
-    stride_kt,
-    stride_vp,
-    stride_vt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SHARDED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    acc, row_max, row_sum, q, position,
+    k_ptr, v_ptr, table_ptr,
+    piece_begin, piece_end, num_front, num_forced, first_local, low, high, qk_scale,
+    stride_kp, stride_kt,
+    stride_vp, stride_vt,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SHARDED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Running softmax over sinks and window of tokens at ``low`` to ``high``, or over all they see.
 
     Piece ``p`` of the ``num_forced`` is the run of ``BLOCK_N`` keys ``p``, from ``num_front`` on
@@ -73,30 +54,15 @@ def cell_keys(
 
 @triton.jit
 def attend_cells(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    selected_ptr,
-    piece_begin,
-    piece_end,
-    qk_scale,
-    stride_kp,
-    stride_kt,
-    stride_vp,
-    stride_vt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SELECTED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SHARDED: tl.constexpr,
+    acc, row_max, row_sum, q,
+    k_ptr, v_ptr, table_ptr, selected_ptr,
+    piece_begin, piece_end, qk_scale,
+    stride_kp, stride_kt,
+    stride_vp, stride_vt,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    SELECTED: tl.constexpr, PAGE_SIZE: tl.constexpr, SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Running softmax over pieces of ``BLOCK_N`` of the ``SELECTED`` keys in chosen cells.
 
     All of them are before the window, so that positions are not compared.  Cells and their pages
@@ -136,56 +102,14 @@ def attend_cells(
 
 
 @triton.jit
-def prefetch_values(
-    records_ptr,
-    table_ptr,
-    piece_begin,
-    piece_end,
-    first_segment,
-    last_segment,
-    stride_rp,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    RECORD: tl.constexpr,
-):
-    """Have the L2 cache fetch the mean values that ``attend_tail`` will read."""
-    RECORDS: tl.constexpr = PAGE_SIZE // SEGMENT
-    offs_p = tl.arange(0, BLOCK_P)
-    for piece in tl.range(piece_begin, piece_end):
-        segments = first_segment + piece * BLOCK_P + offs_p
-        page = tl.load(table_ptr + segments // RECORDS, mask=segments < last_segment, other=0)
-        records = records_ptr + tl.maximum(page, 0).to(tl.int64) * stride_rp
-        values = records + segments % RECORDS * RECORD + value_at(HEAD_DIM)
-        for sector in tl.static_range(0, HEAD_DIM // 2, 32):
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=&r,l",
-                [(values + sector).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-@triton.jit
 def attend_tail(
-    acc,
-    row_max,
-    row_sum,
-    tail_rows,
-    mask_m,
-    records_ptr,
-    table_ptr,
-    piece_begin,
-    piece_end,
-    first_segment,
-    last_segment,
+    acc, row_max, row_sum, tail_rows, mask_m,
+    records_ptr, table_ptr,
+    piece_begin, piece_end, first_segment, last_segment,
     stride_rp,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    RECORD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SHARDED: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RECORD: tl.constexpr, DTYPE: tl.constexpr, SHARDED: tl.constexpr,
+):  # fmt: skip
     """Running softmax over what stands in for cells that are not chosen: one more key a segment.
 
     Piece ``p`` is the ``BLOCK_P`` segments from ``first_segment + p * BLOCK_P`` on, before

@@ -7,12 +7,7 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
-from sparsek_kernels.paged.attend.kernels.cells import (
-    attend_cells,
-    attend_forced,
-    attend_tail,
-    prefetch_values,
-)
+from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced, attend_tail
 from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
 from sparsek_kernels.paged.kernels.record import SEGMENT
 from sparsek_kernels.paged.kernels.tiles import (
@@ -26,38 +21,13 @@ from sparsek_kernels.paged.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["splits"])
 def attend_kernel(
-    out_ptr,
-    lse_ptr,
-    part_ptr,
-    state_ptr,
-    ticket_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sinks_ptr,
-    selected_ptr,
-    tail_ptr,
-    records_ptr,
-    tiles_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    v_scale,
-    bounds,
-    splits,
-    out_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    selected_strides,
-    tail_strides,
+    out_ptr, lse_ptr, part_ptr, state_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr, selected_ptr,
+    tail_ptr, records_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    qk_scale, v_scale, bounds, splits, out_strides, q_strides, k_strides, v_strides,
+    selected_strides, tail_strides,
     stride_br,
-    RULE: tl.constexpr,
-    SHAPE: tl.constexpr,
-    TILING: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    RULE: tl.constexpr, SHAPE: tl.constexpr, TILING: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """``QUERIES`` queries x ``BLOCK_H`` heads of a KV head over one share of the tile's blocks.
 
     Row ``m`` is query ``m // BLOCK_H``, head ``m % BLOCK_H``.  ``splits`` programs share a tile;
@@ -255,11 +225,6 @@ def attend_kernel(
             NUM_STAGES,
         )
     if OVERLAP and SELECTED_LAST:
-        if HAS_TAIL:
-            prefetch_values(
-                records_ptr + kv_head * stride_rh, table, tail_begin, tail_end, first_segment,
-                last_segment, stride_rp, HEAD_DIM, BLOCK_P, PAGE_SIZE, RECORD,
-            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if CELLS:

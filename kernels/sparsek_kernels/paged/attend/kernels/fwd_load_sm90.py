@@ -21,17 +21,11 @@ BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
 @gluon.jit
 def place(
     item,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    num_tiles,
-    GROUP: gl.constexpr,
-    TILE: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr,
+    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, num_tiles,
+    GROUP: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
-):
+):  # fmt: skip
     """Work item ``item``: ``(tile, kv_head, first member, request, start, low, high,
     token_of_zero, front, selected, first_local, count)``.
 
@@ -66,14 +60,10 @@ def place(
 @gluon.jit
 def block_page(
     entry,
-    selected_ptr,
-    table_ptr,
-    front,
-    selected,
-    first_local,
-    count,
+    selected_ptr, table_ptr,
+    front, selected, first_local, count,
     PAGE_SIZE: gl.constexpr,
-):
+):  # fmt: skip
     """Page of list entry ``entry``, and the row of the page where it starts; past the list, -1."""
     chosen = (entry >= front) & (entry < front + selected)
     block = gl.load(selected_ptr + entry - front, mask=chosen, other=0)
@@ -85,19 +75,9 @@ def block_page(
 
 @gluon.jit
 def load_pair(
-    desc,
-    smem,
-    full,
-    first_buffer,
-    column,
-    head_row,
-    page_rows,
-    page_0,
-    row_0,
-    page_1,
-    row_1,
+    desc, smem, full, first_buffer, column, head_row, page_rows, page_0, row_0, page_1, row_1,
     PARTS: gl.constexpr,
-):
+):  # fmt: skip
     """Two blocks of K or V, one below the other; no page gives zeros."""
     mbarrier.expect(full, 2 * PARTS * BOX_BYTES)
     top = gl.where(page_0 < 0, NO_ROW, head_row + page_0 * page_rows + row_0)
@@ -112,40 +92,17 @@ def load_pair(
 
 @gluon.jit
 def load_partition(
-    q_desc,
-    k_desc,
-    v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    bars,
-    selected_ptr,
-    tiles_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    num_tiles,
-    num_items,
-    stride_it,
-    stride_ih,
+    q_desc, k_desc, v_desc,
+    q_smem, k_smem, v_smem, bars,
+    selected_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, num_tiles, num_items,
+    stride_it, stride_ih,
     stride_br,
-    q_head_cols,
-    k_page_rows,
-    k_head_rows,
-    k_head_cols,
-    v_page_rows,
-    v_head_rows,
-    v_head_cols,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    TILE: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
+    q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
+    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Issue every TMA load of this program's items, as buffers become free.
 
     Boxes are 64 rows by 64 columns: two blocks, one below the other, make the 128 rows that the

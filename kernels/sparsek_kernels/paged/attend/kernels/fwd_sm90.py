@@ -57,31 +57,13 @@ def mask_pair(s, position, first, second, S_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def attend_pairs(
-    acc,
-    p,
-    m,
-    total,
-    fetched,
-    first,
-    last,
-    q_tile,
-    k_wide,
-    v_wide,
-    k_full,
-    k_empty,
-    v_full,
+    acc, p, m, total, fetched, first, last, q_tile, k_wide, v_wide, k_full, k_empty, v_full,
     v_empty,
     anchor_ptr,
-    position,
-    first_key,
-    second_key,
-    qk_scale,
-    MASKED: gl.constexpr,
-    STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
+    position, first_key, second_key, qk_scale,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
-):
+):  # fmt: skip
     """Pairs ``first .. last``; ``p`` holds the weights of the pair before, not yet applied."""
     for _pair in range(first, last):
         stage = fetched % STAGES
@@ -110,33 +92,15 @@ def attend_pairs(
 
 @gluon.jit
 def attend_partition(
-    out_ptr,
-    sinks_ptr,
-    q_wide,
-    k_wide,
-    v_wide,
-    v_smem,
-    bars,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    v_scale,
-    dense_below,
-    num_tiles,
-    num_items,
-    stride_ot,
-    stride_oh,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    TILE: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    out_ptr, sinks_ptr,
+    q_wide, k_wide, v_wide, v_smem, bars,
+    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    qk_scale, v_scale, dense_below, num_tiles, num_items,
+    stride_ot, stride_oh,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
+    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, HAS_SINKS: gl.constexpr,
+    STAGES: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: one head of each pair, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tail_done = bars
     PARTS: gl.constexpr = HEAD_DIM // 64
@@ -220,43 +184,17 @@ def attend_partition(
 
 @gluon.jit(do_not_specialize=["dense_below", "num_tiles", "num_items"])
 def attend_hopper_kernel(
-    out_ptr,
-    q_desc,
-    k_desc,
-    v_desc,
-    sinks_ptr,
-    selected_ptr,
-    tiles_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    v_scale,
-    dense_below,
-    num_tiles,
-    num_items,
-    stride_ot,
-    stride_oh,
-    stride_it,
-    stride_ih,
+    out_ptr, q_desc, k_desc, v_desc, sinks_ptr, selected_ptr, tiles_ptr, block_table_ptr,
+    seq_lens_ptr, cu_seqlens_ptr,
+    qk_scale, v_scale, dense_below, num_tiles, num_items,
+    stride_ot, stride_oh,
+    stride_it, stride_ih,
     stride_br,
-    q_head_cols,
-    k_page_rows,
-    k_head_rows,
-    k_head_cols,
-    v_page_rows,
-    v_head_rows,
-    v_head_cols,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    TILE: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
+    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Grid: one program per multiprocessor; ``num_items`` pairs of heads of 64 queries.
 
     ``*_desc`` describe q, K and V as matrices in boxes of 64 x 64; ``*_rows`` and ``*_cols`` are

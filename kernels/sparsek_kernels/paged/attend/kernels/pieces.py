@@ -26,14 +26,9 @@ def add_weights(acc, row_max, row_sum, logits, scale):
 def piece_start(
     piece,
     selected_ptr,
-    num_front,
-    first_selected,
-    num_selected,
-    first_local,
-    SEL_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SELECTION: tl.constexpr,
-):
+    num_front, first_selected, num_selected, first_local,
+    SEL_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SELECTION: tl.constexpr,
+):  # fmt: skip
     """First position of piece ``piece``: ``BLOCK_N`` keys of an entry of the tile's list.
 
     Selected blocks are entries ``[first_selected, first_selected + num_selected)``; the entries
@@ -54,14 +49,9 @@ def piece_start(
 def piece_keys(
     piece,
     selected_ptr,
-    num_front,
-    first_selected,
-    num_selected,
-    first_local,
-    SEL_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SELECTION: tl.constexpr,
-):
+    num_front, first_selected, num_selected, first_local,
+    SEL_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SELECTION: tl.constexpr,
+):  # fmt: skip
     """Positions of the keys of piece ``piece``: the next entries of a list of blocks so small that
     ``BLOCK_N`` keys hold several.  ``[BLOCK_N]``
 
@@ -85,41 +75,16 @@ def piece_keys(
 
 @triton.jit
 def attend_pieces(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    position,
-    dense_row,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    selected_ptr,
-    piece_begin,
-    piece_end,
-    num_front,
-    first_selected,
-    num_selected,
-    first_local,
-    high,
-    window,
-    num_sink,
-    qk_scale,
-    stride_kp,
-    stride_kt,
-    stride_vp,
-    stride_vt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_SELECTION: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SHARDED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    acc, row_max, row_sum, q, position, dense_row,
+    k_ptr, v_ptr, table_ptr, selected_ptr,
+    piece_begin, piece_end, num_front, first_selected, num_selected, first_local, high, window,
+    num_sink, qk_scale,
+    stride_kp, stride_kt,
+    stride_vp, stride_vt,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_SELECTION: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr, SHARDED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Online softmax over pieces ``[piece_begin, piece_end)`` of the tile's list of blocks.
 
     The page of the next piece is looked up one iteration ahead, so that the loads of K and V wait

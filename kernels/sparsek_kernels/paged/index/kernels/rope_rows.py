@@ -8,16 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(
-    base,
-    rows,
-    position,
-    live,
+    base, rows, position, live,
     rotation_ptr,
     rotation_rows,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TURN_BACK: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TURN_BACK: tl.constexpr,
+):  # fmt: skip
     """Rows ``[ROWS, BLOCK_D]`` float32 at ``base + rows``, whole; as :func:`load_channels`."""
     return load_channels(
         base, rows, tl.arange(0, BLOCK_D), position, live, rotation_ptr, rotation_rows, HEAD_DIM,
@@ -27,16 +22,11 @@ def load_rows(
 
 @triton.jit
 def load_channels(
-    base,
-    rows,
-    channel,
-    position,
-    live,
+    base, rows, channel, position, live,
     rotation_ptr,
     rotation_rows,
-    HEAD_DIM: tl.constexpr,
-    TURN_BACK: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, TURN_BACK: tl.constexpr,
+):  # fmt: skip
     """Channels ``[COLUMNS]`` of rows, ``[ROWS, COLUMNS]`` float32; 0 where not ``live`` ``[ROWS]``.
 
     With ``TURN_BACK`` the rotation by a row's ``position`` ``[ROWS]`` is undone, and what it made

@@ -123,17 +123,11 @@ def sum_of_probabilities(
 
 @triton.jit
 def write_top(
-    out_ptr,
-    score_ptr,
+    out_ptr, score_ptr,
     stride_sg,
-    num_blocks,
-    first,
-    last,
-    GROUP: tl.constexpr,
-    FROM_LOGITS: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    num_blocks, first, last,
+    GROUP: tl.constexpr, FROM_LOGITS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index."""
     offs = tl.arange(0, BLOCK)
     if FROM_LOGITS:
@@ -146,33 +140,15 @@ def write_top(
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
 def top_blocks_kernel(
-    out_ptr,
-    score_ptr,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_tile,
-    width,
-    stride_ot,
-    stride_oh,
-    stride_st,
-    stride_sh,
-    stride_sg,
-    FROM_TABLE: tl.constexpr,
-    TILES_PER_REQUEST: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    FROM_LOGITS: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    COUNT: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    out_ptr, score_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_tile, width,
+    stride_ot, stride_oh,
+    stride_st, stride_sh, stride_sg,
+    FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, FROM_LOGITS: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
+    COUNT: tl.constexpr, MAX_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Best blocks of one tile and KV head: a single token's selection, or a tile's candidates.
 
     Single tokens have logits by query head (``FROM_LOGITS``), ``stride_sg`` apart, or summed

@@ -121,34 +121,14 @@ def _choose_some(
     shares = 8 * multiprocessors(device) // (step.count * call.heads)
     shares = min(max(shares, 1), width // UNIT.value)
     run(
-        score_records_kernel,
-        (shares + shape.QUERY_LEN, call.heads, step.count),
-        rest,
-        base,
-        gain,
-        units,
-        totals,
-        counts,
-        q,
-        operands.k_cache,
-        records,
-        batch.block_table,
-        *lengths,
-        call.qk_scale,
-        call.policy.dense_below,
-        step.first,
-        width,
-        q.stride()[:2],
-        operands.k_cache.stride()[:3],
-        records.stride()[:2],
+        score_records_kernel, (shares + shape.QUERY_LEN, call.heads, step.count),
+        rest, base, gain, units, totals, counts, q, operands.k_cache, records, batch.block_table,
+        *lengths, call.qk_scale, call.policy.dense_below, step.first, width,
+        q.stride()[:2], operands.k_cache.stride()[:3], records.stride()[:2],
         batch.block_table.stride(0),
-        RULE=rule,
-        SHAPE=shape,
-        BLOCK_H=shape.HEADS,
-        BLOCK_M=max(block_m, 16),
-        num_warps=4,
+        RULE=rule, SHAPE=shape, BLOCK_H=shape.HEADS, BLOCK_M=max(block_m, 16), num_warps=4,
         **overlap,
-    )
+    )  # fmt: skip
     constants = {"RULE": rule, "SHAPE": shape, **overlap}
     place = (call.policy.dense_below, step.first, width)
     run(
@@ -167,49 +147,22 @@ def _choose_some(
         totals = reduce(torch.logaddexp2, ranks.gather(written))
     grid = (ceil_div(width, CHUNK), call.heads, step.count)
     run(
-        rank_cells_kernel,
-        grid,
-        keys,
-        counts,
-        rest,
-        base,
-        gain,
-        totals,
-        *lengths,
-        *place,
-        CHUNK=CHUNK,
-        num_warps=4,
-        **constants,
-    )
+        rank_cells_kernel, grid,
+        keys, counts, rest, base, gain, totals, *lengths, *place,
+        CHUNK=CHUNK, num_warps=4, **constants,
+    )  # fmt: skip
     if ranks is not None:
         keys = ranks.largest(keys[: step.count * call.heads * width * VECTORS])
     run(
-        list_cells_kernel,
-        (step.count, call.heads),
-        call.out,
-        cuts,
-        keys,
-        counts,
-        *lengths,
-        *place,
+        list_cells_kernel, (step.count, call.heads),
+        call.out, cuts, keys, counts, *lengths, *place,
         *call.out.stride()[:2],
-        BLOCK=min(next_power_of_2(width * VECTORS), 4096),
-        SHARDED=ranks is not None,
-        num_warps=8,
+        BLOCK=min(next_power_of_2(width * VECTORS), 4096), SHARDED=ranks is not None, num_warps=8,
         **constants,
-    )
+    )  # fmt: skip
     run(
-        tail_kernel,
-        grid,
-        tails,
-        cuts,
-        keys,
-        rest,
-        base,
-        *lengths,
-        *place,
+        tail_kernel, grid,
+        tails, cuts, keys, rest, base, *lengths, *place,
         *tails.stride()[:2],
-        CHUNK=CHUNK,
-        num_warps=4,
-        **constants,
-    )
+        CHUNK=CHUNK, num_warps=4, **constants,
+    )  # fmt: skip

@@ -74,20 +74,12 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     else:
         _list_masses(call, step, candidates, masses, shape, config)
     run(
-        rank_blocks_kernel,
-        (step.count, call.heads),
-        call.out,
-        masses,
-        candidates,
-        *call.lengths,
-        policy.dense_below,
-        step.first,
+        rank_blocks_kernel, (step.count, call.heads),
+        call.out, masses, candidates, *call.lengths, policy.dense_below, step.first,
         *call.out.stride()[:2],
         BLOCK_R=rank_rows(call.list_slots, call.rows),
-        num_warps=4 if call.list_slots <= 1024 else 8,
-        **shape,
-        **overlap_options(call.q.device),
-    )
+        num_warps=4 if call.list_slots <= 1024 else 8, **shape, **overlap_options(call.q.device),
+    )  # fmt: skip
 
 
 def _list_masses(
@@ -105,32 +97,14 @@ def _list_masses(
     pieces = ceil_div(call.list_slots * policy.sel_block_size, config.block_n)
     shares = listed_shares(programs * heads, pieces, 4 * multiprocessors(q.device))
     run(
-        listed_masses_kernel,
-        (programs, heads, shares),
-        masses,
-        q,
-        k_cache,
-        candidates,
-        call.tiles,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        call.qk_scale,
-        policy.dense_below,
-        step.first,
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        batch.block_table.stride(0),
-        HEAD_DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        PAGE_SIZE=page_size,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        **shape,
+        listed_masses_kernel, (programs, heads, shares),
+        masses, q, k_cache, candidates, call.tiles, batch.block_table, batch.seq_lens,
+        batch.cu_seqlens_q, call.qk_scale, policy.dense_below, step.first,
+        *q.stride()[:2], *k_cache.stride()[:3], batch.block_table.stride(0),
+        HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        PAGE_SIZE=page_size, NUM_STAGES=config.num_stages, num_warps=config.num_warps, **shape,
         **overlap_options(q.device),
-    )
+    )  # fmt: skip
 
 
 def masses_fit(call: Selection) -> bool:
@@ -158,26 +132,12 @@ def _list_masses_sm90(
     k_desc, *distances = describe_cache(call.k_cache)
     unused = ("FROM_TABLE", "TILES_PER_REQUEST", "SEL_BLOCK", "UNIT")
     run(
-        sm90.listed_masses_sm90_kernel,
-        (ceil_div(work, _STREAMS), call.heads, shares),
-        masses,
-        q,
-        k_desc,
-        candidates,
-        call.tiles,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        call.qk_scale,
-        policy.dense_below,
-        step.first,
-        work,
+        sm90.listed_masses_sm90_kernel, (ceil_div(work, _STREAMS), call.heads, shares),
+        masses, q, k_desc, candidates, call.tiles, batch.block_table, batch.seq_lens,
+        batch.cu_seqlens_q, call.qk_scale, policy.dense_below, step.first, work,
         *q.stride()[:2],
         *distances,
         batch.block_table.stride(0),
-        HEAD_DIM=q.shape[2],
-        PAGE_SIZE=call.k_cache.shape[2],
-        STAGES=256 // q.shape[2],
-        num_warps=4,
+        HEAD_DIM=q.shape[2], PAGE_SIZE=call.k_cache.shape[2], STAGES=256 // q.shape[2], num_warps=4,
         **{name: value for name, value in shape.items() if name not in unused},
-    )
+    )  # fmt: skip

@@ -82,22 +82,12 @@ def score_tiles(scores: torch.Tensor, call: Selection, first: int, count: int) -
             else:
                 _score(parts, means, call, (tile, here), requests, config)
             run(
-                add_parts_kernel,
-                (here, heads, ceil_div(width, _ADDED_BLOCKS)),
-                scores.view(-1)[(tile - first) * heads * width :],
-                parts,
-                *call.lengths,
-                policy.dense_below,
-                tile,
-                *requests,
-                width,
-                QUERIES=queries,
-                HEAD_PARTS=head_parts,
-                PARTS=num_parts,
-                STRIDE=policy.sample_stride,
-                BLOCK=_ADDED_BLOCKS,
-                **call.tile_rule(),
-            )
+                add_parts_kernel, (here, heads, ceil_div(width, _ADDED_BLOCKS)),
+                scores.view(-1)[(tile - first) * heads * width :], parts, *call.lengths,
+                policy.dense_below, tile, *requests, width,
+                QUERIES=queries, HEAD_PARTS=head_parts, PARTS=num_parts,
+                STRIDE=policy.sample_stride, BLOCK=_ADDED_BLOCKS, **call.tile_rule(),
+            )  # fmt: skip
 
 
 def even_step(count: int, room: int) -> int:
@@ -130,25 +120,13 @@ def _pool_means(means: torch.Tensor, call: Selection, requests: tuple[int, int])
     rows = mean_rows(call)
     cells = ceil_div(batch.max_seq_len, CELL_SIZE)
     run(
-        pool_means_kernel,
-        (ceil_div(cells, _POOLED_CELLS), heads, requests[1]),
-        means,
-        k_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        policy.dense_below,
-        requests[0],
-        heads * rows * dim,
-        rows * dim,
-        *k_cache.stride()[:3],
-        batch.block_table.stride(0),
-        HEAD_DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        BLOCK_C=_POOLED_CELLS,
-        PAGE_SIZE=page_size,
+        pool_means_kernel, (ceil_div(cells, _POOLED_CELLS), heads, requests[1]),
+        means, k_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, policy.dense_below,
+        requests[0], heads * rows * dim, rows * dim,
+        *k_cache.stride()[:3], batch.block_table.stride(0),
+        HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), BLOCK_C=_POOLED_CELLS, PAGE_SIZE=page_size,
         **call.tile_rule(),
-    )
+    )  # fmt: skip
 
 
 def _score(
@@ -181,24 +159,13 @@ def _score(
     }
     for second_pass in (False, True):
         run(
-            part_scores_kernel,
-            (programs, heads, config.splits),
-            parts,
-            state,
-            q,
-            means,
-            *call.lengths,
-            call.qk_scale,
-            policy.dense_below,
-            tiles[0],
-            *requests,
-            call.width,
+            part_scores_kernel, (programs, heads, config.splits),
+            parts, state, q, means, *call.lengths, call.qk_scale, policy.dense_below, tiles[0],
+            *requests, call.width,
             *q.stride()[:2],
-            heads * rows * dim,
-            rows * dim,
-            SECOND_PASS=second_pass,
-            **options,
-        )
+            heads * rows * dim, rows * dim,
+            SECOND_PASS=second_pass, **options,
+        )  # fmt: skip
 
 
 def _score_sm90(
@@ -216,45 +183,21 @@ def _score_sm90(
     seen = workspace(device, "seen blocks", rows, torch.int32)
     plan = workspace(device, "scored tiles", 3 * tiles[1], torch.int32)
     run(
-        gather_samples_kernel,
-        (tiles[1], heads * fours),
-        samples,
-        seen,
-        plan,
-        q,
-        *call.lengths,
-        policy.dense_below,
-        tiles[0],
-        *requests,
+        gather_samples_kernel, (tiles[1], heads * fours),
+        samples, seen, plan, q, *call.lengths, policy.dense_below, tiles[0], *requests,
         *q.stride()[:2],
-        GROUP=call.group,
-        HEADS=_HEADS,
-        HEAD_DIM=dim,
-        **call.tile_rule(),
-        SAMPLES=policy.samples,
+        GROUP=call.group, HEADS=_HEADS, HEAD_DIM=dim, **call.tile_rule(), SAMPLES=policy.samples,
         STRIDE=policy.sample_stride,
-    )
+    )  # fmt: skip
     work = ceil_div(tiles[1], _TILES) * heads * fours
     programs = min(work, multiprocessors(device))
     size = programs * kept_elements(call.width)
     run(
-        sm90.tile_scores_sm90_kernel,
-        (programs,),
-        parts,
-        workspace(device, "kept weights", size, torch.float16),
-        workspace(device, "kept maxima", size // _BLOCKS, torch.float32),
-        seen,
+        sm90.tile_scores_sm90_kernel, (programs,),
+        parts, workspace(device, "kept weights", size, torch.float16),
+        workspace(device, "kept maxima", size // _BLOCKS, torch.float32), seen,
         describe_matrix(samples, (rows, dim), dim, (_ROWS, 64)),
         describe_matrix(means, (requests[1] * heads * mean_count, dim), dim, (4 * _BLOCKS, 64)),
-        plan,
-        call.qk_scale,
-        tiles[1],
-        work,
-        mean_count // (4 * _BLOCKS),
-        call.width,
-        NUM_KV_HEADS=heads,
-        FOURS=fours,
-        HEAD_DIM=dim,
-        STAGES=3,
-        num_warps=4,
-    )
+        plan, call.qk_scale, tiles[1], work, mean_count // (4 * _BLOCKS), call.width,
+        NUM_KV_HEADS=heads, FOURS=fours, HEAD_DIM=dim, STAGES=3, num_warps=4,
+    )  # fmt: skip

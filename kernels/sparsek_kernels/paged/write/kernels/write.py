@@ -8,29 +8,15 @@ import triton.language as tl
 
 @triton.jit
 def write_kv_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    k_ptr,
-    v_ptr,
-    slot_ptr,
-    k_inv_scale,
-    v_inv_scale,
-    stride_cp,
-    stride_ch,
-    stride_ct,
-    stride_vp,
-    stride_vh,
-    stride_vt,
-    stride_kt,
-    stride_kh,
-    stride_xt,
-    stride_xh,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_ptr,
+    k_inv_scale, v_inv_scale,
+    stride_cp, stride_ch, stride_ct,
+    stride_vp, stride_vh, stride_vt,
+    stride_kt, stride_kh,
+    stride_xt, stride_xh,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-):
+):  # fmt: skip
     """One program: one token, ``BLOCK_H`` KV heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)

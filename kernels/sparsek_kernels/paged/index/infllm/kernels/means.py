@@ -10,25 +10,14 @@ from sparsek_kernels.paged.index.kernels.rope_rows import load_rows
 
 @triton.jit
 def write_means_kernel(
-    means_ptr,
-    k_ptr,
-    rotation_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
+    means_ptr, k_ptr, rotation_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
     rotation_rows,
-    stride_mp,
-    stride_mh,
-    stride_kp,
-    stride_kh,
-    stride_kt,
+    stride_mp, stride_mh,
+    stride_kp, stride_kh, stride_kt,
     stride_br,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    CELL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, CELL: tl.constexpr,
     TURN_BACK: tl.constexpr,
-):
+):  # fmt: skip
     """One program: the mean of one cell, for one KV head of one request.
 
     Grid ``(cells, Hkv, requests)``.  Cells count from that of the request's first new token; those

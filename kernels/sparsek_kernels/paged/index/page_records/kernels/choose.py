@@ -39,18 +39,10 @@ def first_key_of(rows, RULE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_request", "dense_below"])
 def total_kernel(
-    total_ptr,
-    unit_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_request,
-    width,
-    RULE: tl.constexpr,
-    SHAPE: tl.constexpr,
-    UNITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    total_ptr, unit_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_request, width,
+    RULE: tl.constexpr, SHAPE: tl.constexpr, UNITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Log of the sum of exps of one token's and query head's keys that are read, and of its cells.
 
     Takes that of the keys and writes the total in its place, ``[R * QUERY_LEN, Hq]``
@@ -87,22 +79,10 @@ def total_kernel(
 
 @triton.jit(do_not_specialize=["first_request", "dense_below"])
 def rank_cells_kernel(
-    key_ptr,
-    count_ptr,
-    rest_ptr,
-    base_ptr,
-    gain_ptr,
-    total_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_request,
-    width,
-    RULE: tl.constexpr,
-    SHAPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    key_ptr, count_ptr, rest_ptr, base_ptr, gain_ptr, total_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_request, width,
+    RULE: tl.constexpr, SHAPE: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Keys of ``CHUNK`` segments' cells of one request and KV head, and how many there are of each.
 
     A cell's key is its probability, summed over the request's tokens and the group's heads, to two
@@ -153,23 +133,12 @@ def rank_cells_kernel(
 
 @triton.jit(do_not_specialize=["first_request", "dense_below"])
 def list_cells_kernel(
-    out_ptr,
-    cut_ptr,
-    key_ptr,
-    count_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_request,
-    width,
-    stride_ot,
-    stride_oh,
-    RULE: tl.constexpr,
-    SHAPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARDED: tl.constexpr,
+    out_ptr, cut_ptr, key_ptr, count_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_request, width,
+    stride_ot, stride_oh,
+    RULE: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr, SHARDED: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """The ``SCORED_BLOCKS`` cells of the largest keys of one request and KV head, ascending.
 
     Ties go to the lower index.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32, -1 for tokens that see
@@ -235,23 +204,11 @@ def list_cells_kernel(
 
 @triton.jit(do_not_specialize=["first_request", "dense_below"])
 def tail_kernel(
-    tail_ptr,
-    cut_ptr,
-    key_ptr,
-    rest_ptr,
-    base_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_request,
-    width,
-    stride_tt,
-    stride_th,
-    RULE: tl.constexpr,
-    SHAPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    tail_ptr, cut_ptr, key_ptr, rest_ptr, base_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_request, width,
+    stride_tt, stride_th,
+    RULE: tl.constexpr, SHAPE: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Logits of what ``CHUNK`` segments' cells that are not chosen weigh, ``[T, Hq, width]``."""
     GROUP: tl.constexpr = SHAPE.GROUP
     SINK_SEGMENTS: tl.constexpr = RULE.SINK_BLOCKS // VECTORS

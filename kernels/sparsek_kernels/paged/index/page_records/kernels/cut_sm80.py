@@ -216,28 +216,11 @@ def cut_of(
 
 @gluon.jit(do_not_specialize=["dense_below", "members", "sums", "segments", "width"])
 def cut_cells_kernel(
-    out_ptr,
-    tail_ptr,
-    count_ptr,
-    counter_ptr,
-    weights_ptr,
-    tops_ptr,
-    gains_ptr,
-    state_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    members,
-    sums,
-    segments,
-    width,
-    out_strides,
-    tail_strides,
-    RULE: gl.constexpr,
-    SHAPE: gl.constexpr,
-    TURNS: gl.constexpr,
-    OVERLAP: gl.constexpr,
-):
+    out_ptr, tail_ptr, count_ptr, counter_ptr, weights_ptr, tops_ptr, gains_ptr, state_ptr,
+    seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, members, sums, segments, width, out_strides, tail_strides,
+    RULE: gl.constexpr, SHAPE: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
     """The chosen cells of requests, ascending, and the logits of what is left of segments.
 
     ``members`` programs for each request and KV head.  ``sums``: partial sums of each, of

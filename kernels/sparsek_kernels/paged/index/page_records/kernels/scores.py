@@ -56,24 +56,12 @@ def sees_all(position, dense_below, RULE: tl.constexpr):
 
 @triton.jit
 def near_total(
-    near_ptr,
-    q_ptr,
-    k_ptr,
-    table,
-    position,
-    q_row,
-    head,
-    mask_m,
-    qk_scale,
-    sinks_end,
-    first_local,
+    near_ptr, q_ptr, k_ptr,
+    table, position, q_row, head, mask_m, qk_scale, sinks_end, first_local,
     stride_qh,
     k_strides,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
     """Write a token's log of the sum of exps of its keys before ``sinks_end`` and from
     ``first_local`` on, ``[BLOCK_M]`` heads.
     """
@@ -112,32 +100,13 @@ def near_total(
 
 @triton.jit
 def score_records_kernel(
-    rest_ptr,
-    base_ptr,
-    gain_ptr,
-    unit_ptr,
-    near_ptr,
-    count_ptr,
-    q_ptr,
-    k_ptr,
-    records_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    dense_below,
-    first_request,
-    width,
-    q_strides,
-    k_strides,
-    record_strides,
+    rest_ptr, base_ptr, gain_ptr, unit_ptr, near_ptr, count_ptr, q_ptr, k_ptr, records_ptr,
+    block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    qk_scale, dense_below, first_request, width, q_strides, k_strides, record_strides,
     stride_br,
-    RULE: tl.constexpr,
-    SHAPE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    RULE: tl.constexpr, SHAPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """Logits of all decoded tokens of one request and one KV head, for a share of the records.
 
     The last ``QUERY_LEN`` programs of the first dimension take a token's sinks and own segment

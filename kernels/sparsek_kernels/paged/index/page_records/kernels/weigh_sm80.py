@@ -183,30 +183,12 @@ def near_sums(
 
 @gluon.jit(do_not_specialize=["dense_below", "members", "segments", "width"])
 def weigh_cells_kernel(
-    weights_ptr,
-    tops_ptr,
-    gains_ptr,
-    state_ptr,
-    counter_ptr,
-    q_ptr,
-    k_ptr,
-    records_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    dense_below,
-    members,
-    segments,
-    width,
-    q_strides,
-    k_strides,
-    record_strides,
+    weights_ptr, tops_ptr, gains_ptr, state_ptr, counter_ptr, q_ptr, k_ptr, records_ptr,
+    block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    qk_scale, dense_below, members, segments, width, q_strides, k_strides, record_strides,
     stride_br,
-    RULE: gl.constexpr,
-    SHAPE: gl.constexpr,
-    OVERLAP: gl.constexpr,
-):
+    RULE: gl.constexpr, SHAPE: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
     """Weights of cells, and sums over them and over keys, for requests' rows of a KV head.
 
     A program reads the keys of one segment, of the sinks or the tokens' own, or the records of

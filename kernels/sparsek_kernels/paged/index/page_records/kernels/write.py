@@ -107,15 +107,11 @@ def write_value(record, mean, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def write_record(
-    record,
-    keys,
-    values,
-    row,
+    record, keys, values, row,
     stride_kt,
     stride_vt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
     """Write one record of the 64 rows from ``row`` on of a page and KV head."""
     QUARTER: tl.constexpr = HEAD_DIM // 4
     offs = tl.arange(0, BLOCK_Q)
@@ -132,25 +128,13 @@ def write_record(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def write_records_kernel(
-    record_ptr,
-    k_ptr,
-    v_ptr,
-    slot_ptr,
+    record_ptr, k_ptr, v_ptr, slot_ptr,
     num_tokens,
-    stride_rp,
-    stride_rh,
-    stride_rs,
-    stride_kp,
-    stride_kh,
-    stride_kt,
-    stride_vp,
-    stride_vh,
-    stride_vt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    stride_rp, stride_rh, stride_rs,
+    stride_kp, stride_kh, stride_kt,
+    stride_vp, stride_vh, stride_vt,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """One program: the records that ``TOKENS`` neighbouring tokens complete, for one KV head.
 
     A token completes the segment of which its slot is the last one.  -1 is no slot.

@@ -28,12 +28,9 @@ def store_turned(
     position,
     rotation_ptr,
     rotation_rows,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, NORM_EPS: tl.constexpr,
     TURN: tl.constexpr,
-):
+):  # fmt: skip
     """Write a gate query or key ``x`` ``[BLOCK_D]``: normalised, then turned by its position.
 
     ``rotation_ptr`` is that of :func:`load_channels`.
@@ -58,30 +55,15 @@ def store_turned(
 
 @triton.jit
 def write_gate_keys_kernel(
-    gate_key_ptr,
-    k_ptr,
-    weight_ptr,
-    norm_ptr,
-    rotation_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
+    gate_key_ptr, k_ptr, weight_ptr, norm_ptr, rotation_ptr, block_table_ptr, seq_lens_ptr,
     cu_seqlens_ptr,
     rotation_rows,
-    stride_gp,
-    stride_gh,
-    stride_kp,
-    stride_kh,
-    stride_kt,
+    stride_gp, stride_gh,
+    stride_kp, stride_kh, stride_kt,
     stride_br,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    TURN: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr, NORM: tl.constexpr, NORM_EPS: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
     """One program: the gate key of one block, for one KV head of one request.
 
     Grid ``(blocks, Hkv, requests)``.  Blocks count from that of the request's first new token;
@@ -127,31 +109,14 @@ def write_gate_keys_kernel(
 
 @triton.jit(do_not_specialize=["dense_below", "first_token"])
 def gate_queries_kernel(
-    gate_query_ptr,
-    q_ptr,
-    weight_ptr,
-    norm_ptr,
-    rotation_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_token,
-    rotation_rows,
-    stride_qt,
-    stride_qh,
-    TOKENS_PER_REQUEST: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    TURN: tl.constexpr,
-):
+    gate_query_ptr, q_ptr, weight_ptr, norm_ptr, rotation_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_token, rotation_rows,
+    stride_qt, stride_qh,
+    TOKENS_PER_REQUEST: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
+    NORM: tl.constexpr, NORM_EPS: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
     """One program: the gate query of one token and KV head; none where the token sees everything.
 
     Grid ``(tokens, Hkv)``.  Writes ``[tokens, Hkv, D]`` float32.  ``weight_ptr``:
@@ -191,30 +156,15 @@ def gate_queries_kernel(
 
 @triton.jit(do_not_specialize=["dense_below", "first_token"])
 def gate_logits_kernel(
-    logit_ptr,
-    gate_query_ptr,
-    gate_key_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    scale,
-    dense_below,
-    first_token,
-    stride_lt,
-    stride_lh,
-    stride_gp,
-    stride_gh,
+    logit_ptr, gate_query_ptr, gate_key_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    scale, dense_below, first_token,
+    stride_lt, stride_lh,
+    stride_gp, stride_gh,
     stride_br,
-    TOKENS_PER_REQUEST: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-):
+    TOKENS_PER_REQUEST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Logits of the blocks before a token's own, for one token and KV head, in base 2.
 
     Grid ``(shares, Hkv, tokens)``.  A program takes every ``num_programs(0)``-th run of ``BLOCK_N``

@@ -27,16 +27,10 @@ from sparsek_kernels.paged.kernels.tiles import (
 
 @triton.jit
 def sample_positions(
-    row,
-    base,
-    low,
-    high,
-    TILE: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,
+    row, base, low, high,
+    TILE: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
-):
+):  # fmt: skip
     """Query position of each row of the tile at ``base``, -1 for rows that are none.
 
     A tile has a sample for every ``STRIDE`` positions: the last of them that is a query.
@@ -50,16 +44,12 @@ def sample_positions(
 
 @triton.jit
 def unit_starts(
-    units,
-    end,
+    units, end,
     candidates_ptr,
     first_local,
-    FORCED_BLOCKS: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    LISTED: tl.constexpr,
-):
+    FORCED_BLOCKS: tl.constexpr, SINK_BLOCKS: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
     """First positions of ``units`` of the list; those from ``end`` on are none.
 
     ``LISTED`` units belong to candidates, the others to sinks and local blocks.
@@ -95,32 +85,14 @@ def log_add(x, y):
 
 @triton.jit
 def write_masses(
-    masses,
-    q,
-    position,
-    rows,
-    k_ptr,
-    table_ptr,
-    candidates_ptr,
-    begin,
-    end,
-    first_local,
-    high,
-    qk_scale,
-    stride_kp,
-    stride_kt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    FORCED_BLOCKS: tl.constexpr,
-    LISTED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    masses, q, position, rows,
+    k_ptr, table_ptr, candidates_ptr,
+    begin, end, first_local, high, qk_scale,
+    stride_kp, stride_kt,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
+    FORCED_BLOCKS: tl.constexpr, LISTED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Logarithmic masses of units ``[begin, end)`` of a tile's list, for the rows of ``q``.
 
     ``LISTED`` units lie before every query; of others, keys after a row's ``position`` are left
@@ -160,31 +132,14 @@ def write_masses(
 
 @triton.jit
 def write_unit_masses(
-    masses,
-    q,
-    position,
-    rows,
-    k_ptr,
-    table_ptr,
-    candidates_ptr,
-    begin,
-    end,
-    first_local,
-    high,
-    qk_scale,
-    stride_kp,
-    stride_kt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    FORCED_BLOCKS: tl.constexpr,
-    LISTED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    masses, q, position, rows,
+    k_ptr, table_ptr, candidates_ptr,
+    begin, end, first_local, high, qk_scale,
+    stride_kp, stride_kt,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
+    FORCED_BLOCKS: tl.constexpr, LISTED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Write the masses of ``write_masses``, for many rows and units that lie in one page each.
 
     Products are ``Q . K^T``: a row's keys then lie in four threads, which add them up.  The places
@@ -227,46 +182,20 @@ def write_unit_masses(
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
 def listed_masses_kernel(
-    mass_ptr,
-    q_ptr,
-    k_ptr,
-    candidates_ptr,
-    tiles_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
+    mass_ptr, q_ptr, k_ptr, candidates_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr,
     cu_seqlens_ptr,
-    qk_scale,
-    dense_below,
-    first_tile,
-    stride_qt,
-    stride_qh,
-    stride_kp,
-    stride_kh,
-    stride_kt,
+    qk_scale, dense_below, first_tile,
+    stride_qt, stride_qh,
+    stride_kp, stride_kh, stride_kt,
     stride_br,
-    FROM_TABLE: tl.constexpr,
-    TILES_PER_REQUEST: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    LOCAL_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    LISTED_BLOCKS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    SAMPLES: tl.constexpr, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr, NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """Logarithmic masses of a share of one tile's list, for ``BLOCK_M`` rows of one KV head.
 
     Grid ``(tiles * row chunks, Hkv, shares)``.  Writes ``[tiles, Hkv, units, rows]`` fp32 for the
@@ -351,34 +280,15 @@ def listed_masses_kernel(
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
 def rank_blocks_kernel(
-    out_ptr,
-    mass_ptr,
-    candidates_ptr,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_tile,
-    stride_ot,
-    stride_oh,
-    FROM_TABLE: tl.constexpr,
-    TILES_PER_REQUEST: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    LOCAL_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    LISTED_BLOCKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    out_ptr, mass_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_tile,
+    stride_ot, stride_oh,
+    FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_R: tl.constexpr, UNIT: tl.constexpr,
+    TILE: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Selected blocks of one tile and KV head: the candidates that a single sample attends most.
 
     Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending; tiles

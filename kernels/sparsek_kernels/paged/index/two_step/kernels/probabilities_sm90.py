@@ -37,22 +37,12 @@ LOOKED_UP: gl.constexpr = gl.constexpr(32)
 @gluon.jit
 def list_share(
     work,
-    candidates_ptr,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_tile,
-    num_work,
-    NUM_KV_HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    LOCAL_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr,
+    candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_tile, num_work,
+    NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
+    LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
     LISTED_BLOCKS: gl.constexpr,
-):
+):  # fmt: skip
     """A stream's work: ``(place, request, base, low, high, token_of_zero, first_local,
     forced place, forced, listed place, entries)``.
 
@@ -94,21 +84,10 @@ def entry_start(entry, forced_place, first_local, SINK_BLOCKS: gl.constexpr):
 
 @gluon.jit
 def entry_row(
-    entry,
-    candidates,
-    table,
-    forced_place,
-    forced,
-    listed_place,
-    entries,
-    first_local,
-    high,
-    page_rows,
-    head_row,
-    SINK_BLOCKS: gl.constexpr,
-    LOCAL_BLOCKS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-):
+    entry, candidates, table, forced_place, forced, listed_place, entries, first_local, high,
+    page_rows, head_row,
+    SINK_BLOCKS: gl.constexpr, LOCAL_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
     """Rows of the cache where entries' keys begin; past all rows where there is no key."""
     listed = (entry >= forced) & (entry < entries)
     candidate = listed_place + entry - forced - (SINK_BLOCKS + LOCAL_BLOCKS)
@@ -123,33 +102,16 @@ def entry_row(
 @gluon.jit
 def load_partition(
     k_desc,
-    k_smem,
-    bars,
-    block_table_ptr,
-    candidates_ptr,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_tile,
-    num_work,
+    k_smem, bars,
+    block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_tile, num_work,
     stride_br,
-    page_rows,
-    head_rows,
-    head_cols,
-    NUM_KV_HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    LOCAL_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr,
-    LISTED_BLOCKS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-    STREAM: gl.constexpr,
-):
+    page_rows, head_rows, head_cols,
+    NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
+    LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
+    LISTED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, STREAM: gl.constexpr,
+):  # fmt: skip
     """Copy the blocks of one stream, two at a time, as buffers become free.
 
     A lane looks up a block each, 32 blocks before they are copied: no copy waits for a lookup.
@@ -207,20 +169,9 @@ def log2(x):
 
 @gluon.jit
 def write_pair(
-    s,
-    masses,
-    pair,
-    forced_place,
-    forced,
-    listed_place,
-    entries,
-    first_local,
-    position,
-    qk_scale,
-    MASKED: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
+    s, masses, pair, forced_place, forced, listed_place, entries, first_local, position, qk_scale,
+    MASKED: gl.constexpr, SINK_BLOCKS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
     """Logarithmic masses of a pair of blocks with scores ``s``, for 64 rows."""
     if MASKED:
         S_LAYOUT: gl.constexpr = s.type.layout
@@ -243,26 +194,11 @@ def write_pair(
 
 @gluon.jit
 def weigh_pairs(
-    first,
-    last,
-    q_tile,
-    k_wide,
-    bars,
-    masses,
-    forced_place,
-    forced,
-    listed_place,
-    entries,
-    first_local,
-    position,
-    qk_scale,
-    MASKED: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    STREAM: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):
+    first, last, q_tile, k_wide, bars, masses, forced_place, forced, listed_place, entries,
+    first_local, position, qk_scale,
+    MASKED: gl.constexpr, SINK_BLOCKS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    STREAM: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Pairs ``first .. last`` of blocks, as they arrive."""
     full, empty = bars
     zero = gl.zeros([ROWS, 2 * BLOCK], gl.float32, S_LAYOUT)
@@ -282,38 +218,17 @@ def weigh_pairs(
 
 @gluon.jit
 def weigh_partition(
-    mass_ptr,
-    q_ptr,
-    q_smem,
-    k_wide,
-    bars,
-    candidates_ptr,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_tile,
-    num_work,
-    qk_scale,
-    stride_qt,
-    stride_qh,
-    NUM_KV_HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    LOCAL_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr,
-    LISTED_BLOCKS: gl.constexpr,
-    GROUP: gl.constexpr,
-    GROUP_PAD: gl.constexpr,
-    SAMPLES: gl.constexpr,
-    STRIDE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-    STREAM: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    mass_ptr, q_ptr,
+    q_smem, k_wide, bars,
+    candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_tile, num_work, qk_scale,
+    stride_qt, stride_qh,
+    NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
+    LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
+    LISTED_BLOCKS: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr,
+    SAMPLES: gl.constexpr, STRIDE: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    STREAM: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: 64 rows of a stream, from their queries to their masses of each block."""
     WIDTH: gl.constexpr = SAMPLES * GROUP_PAD
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK, 16])
@@ -357,39 +272,18 @@ def weigh_partition(
 
 @gluon.jit(do_not_specialize=["dense_below", "first_tile", "num_work"])
 def listed_masses_sm90_kernel(
-    mass_ptr,
-    q_ptr,
-    k_desc,
-    candidates_ptr,
-    tiles_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
+    mass_ptr, q_ptr, k_desc, candidates_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr,
     cu_seqlens_ptr,
-    qk_scale,
-    dense_below,
-    first_tile,
-    num_work,
-    stride_qt,
-    stride_qh,
-    k_page_rows,
-    k_head_rows,
-    k_head_cols,
+    qk_scale, dense_below, first_tile, num_work,
+    stride_qt, stride_qh,
+    k_page_rows, k_head_rows, k_head_cols,
     stride_br,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    GROUP_PAD: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    TILE: gl.constexpr,
-    SAMPLES: gl.constexpr,
-    STRIDE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    SINK_BLOCKS: gl.constexpr,
-    LOCAL_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr,
-    LISTED_BLOCKS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SAMPLES: gl.constexpr, STRIDE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SINK_BLOCKS: gl.constexpr, LOCAL_BLOCKS: gl.constexpr,
+    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, LISTED_BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Grid ``(half of num_work, Hkv, shares)``; writes what ``listed_masses_kernel`` does.
 
     ``num_work`` is tiles times row chunks.  ``k_desc`` describes K as a matrix in boxes of 64 x 64;

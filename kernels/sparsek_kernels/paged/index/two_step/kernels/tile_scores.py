@@ -34,29 +34,15 @@ def mean_row(block, cell, CELLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["dense_below", "first_request", "stride_mr", "stride_mh"])
 def pool_means_kernel(
-    means_ptr,
-    k_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_request,
-    stride_mr,
-    stride_mh,
-    stride_kp,
-    stride_kh,
-    stride_kt,
+    means_ptr, k_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_request,
+    stride_mr, stride_mh,
+    stride_kp, stride_kh, stride_kt,
     stride_br,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Means of ``BLOCK_C`` cells of one request and KV head, from the pages.
 
     Writes ``means [requests, Hkv, rows, D]``, rows by :func:`mean_row`.  Cells of the block of the
@@ -100,18 +86,11 @@ def pool_means_kernel(
 @triton.jit
 def scored_span(
     tile,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_request,
-    num_requests,
-    TILE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-):
+    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_request, num_requests,
+    TILE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """``(request - first_request, base, low, high, token of zero)`` of a tile that needs scores.
 
     Tiles that see everything, or belong to none of the requests, have ``high < low``.
@@ -130,30 +109,13 @@ def scored_span(
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile", "first_request", "num_requests"])
 def gather_samples_kernel(
-    out_ptr,
-    seen_ptr,
-    plan_ptr,
-    q_ptr,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_tile,
-    first_request,
-    num_requests,
-    stride_qt,
-    stride_qh,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-):
+    out_ptr, seen_ptr, plan_ptr, q_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_tile, first_request, num_requests,
+    stride_qt, stride_qh,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    SAMPLES: tl.constexpr, STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """The samples of one tile, of ``HEADS`` query heads of one KV head, as rows of a matrix.
 
     Grid ``(tiles, Hkv * parts)``, for parts of ``HEADS`` heads.  Writes ``[tiles, Hkv, parts,
@@ -205,40 +167,16 @@ def gather_samples_kernel(
     ]
 )
 def part_scores_kernel(
-    parts_ptr,
-    state_ptr,
-    q_ptr,
-    means_ptr,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    dense_below,
-    first_tile,
-    first_request,
-    num_requests,
-    width,
-    stride_qt,
-    stride_qh,
-    stride_mr,
-    stride_mh,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    TILE: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    SECOND_PASS: tl.constexpr,
+    parts_ptr, state_ptr, q_ptr, means_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    qk_scale, dense_below, first_tile, first_request, num_requests, width,
+    stride_qt, stride_qh,
+    stride_mr, stride_mh,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, TILE: tl.constexpr,
+    SAMPLES: tl.constexpr, STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr, SECOND_PASS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """One part of a tile, one KV head and a share of the blocks, in one of two passes.
 
     First pass: maximum and sum of ``2 ** logit`` of each row, to ``state [tiles, Hkv, parts,
@@ -337,27 +275,12 @@ def part_scores_kernel(
     do_not_specialize=["dense_below", "first_tile", "first_request", "num_requests", "width"]
 )
 def add_parts_kernel(
-    scores_ptr,
-    parts_ptr,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    dense_below,
-    first_tile,
-    first_request,
-    num_requests,
-    width,
-    QUERIES: tl.constexpr,
-    HEAD_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores_ptr, parts_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    dense_below, first_tile, first_request, num_requests, width,
+    QUERIES: tl.constexpr, HEAD_PARTS: tl.constexpr, PARTS: tl.constexpr, STRIDE: tl.constexpr,
+    TILE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Scores ``[tiles, Hkv, width]`` of ``BLOCK`` blocks: the sum of the parts that hold samples.
 
     Blocks before the tile's first query are written: all candidates are among them.

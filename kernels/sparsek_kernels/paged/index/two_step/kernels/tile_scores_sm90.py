@@ -79,20 +79,12 @@ def stream_of(stream, streams, last, request, blocks, plan_ptr):
 
 @gluon.jit
 def load_partition(
-    q_desc,
-    means_desc,
-    q_smem,
-    mean_smem,
-    bars,
+    q_desc, means_desc,
+    q_smem, mean_smem, bars,
     plan_ptr,
-    num_tiles,
-    num_work,
-    max_steps,
-    NUM_KV_HEADS: gl.constexpr,
-    FOURS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    num_tiles, num_work, max_steps,
+    NUM_KV_HEADS: gl.constexpr, FOURS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Issue every TMA load of this program's work, as buffers become free."""
     q_full, q_empty, full, empty = bars
     PARTS: gl.constexpr = HEAD_DIM // BOX
@@ -184,24 +176,12 @@ def weigh_kept(
 
 @gluon.jit
 def score_partition(
-    parts_ptr,
-    kept_ptr,
-    kept_max_ptr,
-    seen_ptr,
-    q_wide,
-    mean_wide,
-    bars,
+    parts_ptr, kept_ptr, kept_max_ptr, seen_ptr,
+    q_wide, mean_wide, bars,
     plan_ptr,
-    qk_scale,
-    num_tiles,
-    num_work,
-    max_steps,
-    width,
-    NUM_KV_HEADS: gl.constexpr,
-    FOURS: gl.constexpr,
-    STAGES: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    qk_scale, num_tiles, num_work, max_steps, width,
+    NUM_KV_HEADS: gl.constexpr, FOURS: gl.constexpr, STAGES: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: one tile of four, from products to sums over its samples and four heads.
 
     Of a stream that is not for its tile it only hands back the buffers.
@@ -291,23 +271,10 @@ def score_partition(
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_work", "max_steps", "width"])
 def tile_scores_sm90_kernel(
-    parts_ptr,
-    kept_ptr,
-    kept_max_ptr,
-    seen_ptr,
-    q_desc,
-    means_desc,
-    plan_ptr,
-    qk_scale,
-    num_tiles,
-    num_work,
-    max_steps,
-    width,
-    NUM_KV_HEADS: gl.constexpr,
-    FOURS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    parts_ptr, kept_ptr, kept_max_ptr, seen_ptr, q_desc, means_desc, plan_ptr,
+    qk_scale, num_tiles, num_work, max_steps, width,
+    NUM_KV_HEADS: gl.constexpr, FOURS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Grid: one program per multiprocessor; ``num_work`` fours of tiles, KV heads, fours of heads.
 
     ``q_desc`` describes the rows, ``seen`` and ``plan`` the tiles that ``gather_samples_kernel``
