@@ -95,6 +95,8 @@ class Recording:
         self._launches: list[_Launch] = []
         self._kept: list[torch.Tensor] = []
         self._usable = True
+        self.ambiguous = False
+        """Whether an argument may be several of the tensors: views of one storage."""
 
     def add(
         self,
@@ -137,7 +139,7 @@ class Recording:
         if not same:
             return None
         if len(same) > 1:  # which of them the argument follows cannot be told
-            self._usable = False
+            self._usable, self.ambiguous = False, True
         return argument, same[0], address - (self._addresses[same[0]] or 0)
 
     def finish(self) -> Replay | None:

@@ -79,6 +79,13 @@ class ReplayableCall:
         if len(self.replays) >= _MOST_REPLAYS:
             self.replays.clear()
         self.replays[self.key] = record.finish()
+        if record.ambiguous:
+            warnings.warn(
+                "launches of a layer are not replayed, which costs host time: its tensors share an "
+                "address or a storage, so that which of them an argument follows cannot be told",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def replayable(

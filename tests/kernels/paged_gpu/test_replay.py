@@ -378,6 +378,18 @@ def test_a_replay_ends_in_the_call_that_tritons_launcher_makes(notes: list[Note]
     assert seen[0] == seen[1]
 
 
+def test_tensors_that_cannot_be_told_apart_are_warned_of(notes: list[Note]) -> None:
+    both = torch.zeros(64)
+    tensors = (both[:16], both[16:32])
+    replays: Replays = {}
+    call = ReplayableCall(tensors, [x.data_ptr() for x in tensors], "rule", replays, -1)
+    with pytest.warns(RuntimeWarning, match="share an address or a storage"), call.recorded():
+        run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
+    assert replays == {"rule": None}
+    with call.recorded():  # once: what was in vain is not tried again
+        run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
+
+
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
     replays: Replays = {}
     call = call_of((torch.zeros(8),), "rule", replays)

@@ -118,6 +118,7 @@ def attend_kernel(
     if HAS_TAIL:  # of the segments between sinks and window
         first_segment = num_front * SEL_BLOCK // SEGMENT
         last_segment = tl.where(full, first_segment, first_local * SEL_BLOCK // SEGMENT)
+        last_segment = tl.minimum(last_segment, stride_lh)  # a row of the tail has no more
         tail_pieces = tl.cdiv(last_segment - first_segment, BLOCK_P)
         tail_per_split = tl.cdiv(tail_pieces, splits)
         tail_begin = split * tail_per_split

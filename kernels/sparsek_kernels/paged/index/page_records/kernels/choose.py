@@ -13,7 +13,7 @@ from sparsek_kernels.paged.kernels.record import SEGMENT, VECTORS
 
 
 @triton.jit
-def request_range(request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE: tl.constexpr):
+def request_range(request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE: tl.constexpr):
     """A request's first token, how many it has, and the end of the segments that compete for them.
 
     The end is 0 where there are no tokens, and where they see everything.  The last number is the
@@ -23,7 +23,7 @@ def request_range(request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE: tl.c
     first_token = tl.load(cu_seqlens_ptr + request)
     num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
     position = seq_len - num_tokens
-    own = position // SEGMENT
+    own = tl.minimum(position // SEGMENT, width)  # a row of scratch has no more
     last = tl.maximum(own - RULE.REACH_BLOCKS // VECTORS, 0)
     full = sees_all(position, dense_below, RULE)
     return first_token, num_tokens, tl.where(full | (num_tokens <= 0), 0, last), own
@@ -55,7 +55,7 @@ def total_kernel(
     tile = tl.program_id(1)
     request, token = tile // SHAPE.QUERY_LEN, tile % SHAPE.QUERY_LEN
     _first_token, num_tokens, last, own = request_range(
-        first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
+        first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE
     )
     if (token >= num_tokens) | (last <= SINK_SEGMENTS):
         return
@@ -99,7 +99,7 @@ def rank_cells_kernel(
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
     _first_token, num_tokens, last, _own = request_range(
-        first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
+        first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE
     )
     if first >= last:
         return
@@ -156,13 +156,13 @@ def list_cells_kernel(
     kv_head = tl.program_id(1)
     row = first_request + request
     _first_token, num_tokens, last, _own = request_range(
-        row, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
+        row, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE
     )
     if num_tokens <= 0:
         return
     out = out_ptr + row.to(tl.int64) * stride_ot + kv_head * stride_oh
     offs = tl.arange(0, BLOCK)
-    if last <= SINK_SEGMENTS:
+    if (last - SINK_SEGMENTS) * VECTORS < COUNT:  # they see everything, or rows are too short
         for begin in tl.range(0, COUNT, BLOCK):
             tl.store(out + begin + offs, offs * 0 - 1, mask=begin + offs < COUNT)
         return
@@ -219,7 +219,7 @@ def tail_kernel(
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
     first_token, num_tokens, last, _own = request_range(
-        first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
+        first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE
     )
     if first >= last:
         return

@@ -252,7 +252,8 @@ def cut_cells_kernel(
     first_token = gl.load(cu_seqlens_ptr + request)
     num_tokens = gl.load(cu_seqlens_ptr + request + 1) - first_token
     position = seq_len - num_tokens
-    last = gl.maximum(position // 64 - REACH, 0)  # first segment of the window
+    far_end = gl.minimum(position // 64, width)  # a row of scratch has no more
+    last = gl.maximum(far_end - REACH, 0)  # first segment of the window
     full = (position < dense_below) | ((last - gl.minimum(last, SINKS)) * 32 <= COUNT)
     out = out_ptr + request.to(gl.int64) * out_strides[0] + kv_head * out_strides[1]
     if full | (num_tokens <= 0):
@@ -312,7 +313,7 @@ def cut_cells_kernel(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     totals = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     states = state_ptr + job.to(gl.int64) * sums * (2 * COLUMNS)
-    parts = NEAR + gl.cdiv(position // 64 - SINKS, segments)
+    parts = NEAR + gl.cdiv(far_end - SINKS, segments)
     totals.store(totals_of(states, parts, COLUMNS, LANES) - 1.0)  # a cell has two keys
     thread_barrier()
 

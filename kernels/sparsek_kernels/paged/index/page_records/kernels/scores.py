@@ -223,7 +223,9 @@ def score_records_kernel(
     offs_u = tl.arange(0, UNIT)
     offs_v = tl.arange(0, VECTORS)
     first_unit = SINK_SEGMENTS // UNIT
-    for unit in tl.range(first_unit + share, tl.cdiv(own, UNIT), shares, num_stages=1):
+    for unit in tl.range(
+        first_unit + share, tl.minimum(tl.cdiv(own, UNIT), width // UNIT), shares, num_stages=1
+    ):
         segment = unit * UNIT + offs_u
         there = segment < own
         page = tl.load(table + segment * SEGMENT // PAGE_SIZE, mask=there, other=-1)

@@ -223,13 +223,14 @@ def weigh_cells_kernel(
     first_token = gl.load(cu_seqlens_ptr + request)
     num_tokens = gl.load(cu_seqlens_ptr + request + 1) - first_token
     position = seq_len - num_tokens
-    last = gl.maximum(position // 64 - REACH, 0)  # first segment of the window
+    own = position // 64  # the first token's segment: those before it have records
+    far_end = gl.minimum(own, width)  # a row of scratch has no more
+    last = gl.maximum(far_end - REACH, 0)  # first segment of the window
     full = (position < dense_below) | ((last - gl.minimum(last, SINKS)) * 32 <= COUNT)
     if full | (num_tokens <= 0):
         return
-    own = position // 64  # the first token's segment: those before it have records
     begin = SINKS + (member - NEAR) * segments
-    if (member >= NEAR) & (begin >= own):
+    if (member >= NEAR) & (begin >= far_end):
         return
     table = block_table_ptr + request.to(gl.int64) * stride_br
     q_row = q_ptr + first_token.to(gl.int64) * q_strides[0] + kv_head * GROUP * q_strides[1]
@@ -255,7 +256,7 @@ def weigh_cells_kernel(
     records = records_ptr + kv_head.to(gl.int64) * record_strides[1]
     page_units = record_strides[0] // 16
     spot = job.to(gl.int64) * width
-    end = gl.minimum(begin + segments, own)
+    end = gl.minimum(begin + segments, far_end)
     W: gl.constexpr = HEAD_DIM // 64
     SPLIT: gl.constexpr = 4 if TWO else 2
     MEANS: gl.constexpr = HEAD_DIM // SPLIT // 8
@@ -268,7 +269,7 @@ def weigh_cells_kernel(
     states0 = (none, zero, none, zero)
     states1 = states0
     turns = (end - begin + 1) // 2
-    units = units_of(table, gl.minimum(begin + lane, own - 1), page_units, PAGE, RECORD)
+    units = units_of(table, gl.minimum(begin + lane, far_end - 1), page_units, PAGE, RECORD)
     for turn in gl.static_range(STAGES - 1):
         copy_turn(
             level_ring.index(turn), rest_ring.index(turn), records, units, 2 * turn,
@@ -305,7 +306,7 @@ def weigh_cells_kernel(
         coming = turn + STAGES - 1
         if coming < turns:
             if coming % 16 == 0:
-                following = gl.minimum(begin + 2 * coming + lane, own - 1)
+                following = gl.minimum(begin + 2 * coming + lane, far_end - 1)
                 units = units_of(table, following, page_units, PAGE, RECORD)
             copy_turn(
                 level_ring.index(coming % STAGES), rest_ring.index(coming % STAGES), records, units,
