@@ -49,12 +49,15 @@ def _choose_some(
     jobs = requests * call.heads
     out, table = call.out[first:], batch.block_table[first:]
     lengths = (batch.seq_lens[first:], batch.cu_seqlens_q[first:])
-    places = (1 << 30) if fixed_order else jobs * width
-    segments = weigh_segments(places, multiprocessors(device))
+    sms = multiprocessors(device)
+    segments = weigh_segments((1 << 30) if fixed_order else jobs * width, sms)
     near = call.policy.sink_blocks // call.policy.segment_blocks
     near += 2 if shape.QUERY_LEN > 1 else 1
-    sums = near + ceil_div(width, segments)
-    size = 64 if fixed_order else cut_segments(jobs, width, columns, multiprocessors(device))
+    programs = ceil_div(width, segments)
+    if not fixed_order:  # those that find nothing cost time to start
+        programs = min(programs, ceil_div(64 * sms, jobs))
+    sums = near + programs
+    size = 64 if fixed_order else cut_segments(jobs, width, columns, sms)
     members = ceil_div(width, size)
     weights = workspace(device, "weights", jobs * width * 8 * columns, torch.int32)
     tops = workspace(device, "tops", jobs * width * columns, torch.float32)

@@ -46,6 +46,7 @@ from sparsek_kernels.paged.index.page_records.kernels.counts_sm80 import (
     twice,
 )
 from sparsek_kernels.paged.index.page_records.kernels.lanes_sm80 import shuffle
+from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import segments_of_program
 
 WARPS: gl.constexpr = gl.constexpr(4)
 NONE: gl.constexpr = gl.constexpr(-1.0e30)
@@ -223,9 +224,9 @@ def cut_cells_kernel(
 ):  # fmt: skip
     """The chosen cells of requests, ascending, and the logits of what is left of segments.
 
-    ``members`` programs for each request and KV head.  ``sums``: partial sums of each, of
-    ``segments`` far segments but for the first.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32 and
-    ``[T, Hq, segments]`` float32.  ``counter_ptr``: a zero for each request and KV head.
+    ``members`` programs for each request and KV head.  ``sums``: partial sums of each at most, of
+    ``segments`` far segments or more but for the first.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32,
+    and ``[T, Hq, segments]`` float32.  ``counter_ptr``: a zero for each request and KV head.
     """
     KEYS: gl.constexpr = RULE.KEYS
     GROUP: gl.constexpr = SHAPE.GROUP
@@ -313,7 +314,8 @@ def cut_cells_kernel(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     totals = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     states = state_ptr + job.to(gl.int64) * sums * (2 * COLUMNS)
-    parts = NEAR + gl.cdiv(far_end - SINKS, segments)
+    far = far_end - SINKS
+    parts = NEAR + gl.cdiv(far, segments_of_program(far, sums - NEAR, segments))
     totals.store(totals_of(states, parts, COLUMNS, LANES) - 1.0)  # a cell has two keys
     thread_barrier()
 

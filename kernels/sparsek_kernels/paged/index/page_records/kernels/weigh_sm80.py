@@ -130,6 +130,12 @@ def join_state(state, lane, OFF: gl.constexpr):
 
 
 @gluon.jit
+def segments_of_program(far, programs, least):
+    """Far segments of each of some programs: a multiple of 8 and of ``least``, which is one."""
+    return gl.cdiv(far, least * programs) * least
+
+
+@gluon.jit
 def near_keys(k_ptr, page, key, ak, reach, stride_kp, stride_kt, PAGE: gl.constexpr):
     """Keys ``[16, HEAD_DIM]`` of a page, up to position ``reach``."""
     rows = k_ptr + page * stride_kp + ((key % PAGE) * stride_kt)[:, None] + ak
@@ -192,7 +198,7 @@ def weigh_cells_kernel(
     """Weights of cells, and sums over them and over keys, for requests' rows of a KV head.
 
     A program reads the keys of one segment, of the sinks or the tokens' own, or the records of
-    ``segments`` others (a multiple of 8).  ``members`` programs for each request and KV head.
+    others: ``segments`` of them or more.  ``members`` programs for each request and KV head.
     """
     GROUP: gl.constexpr = SHAPE.GROUP
     NUM_KV_HEADS: gl.constexpr = SHAPE.NUM_KV_HEADS
@@ -229,6 +235,7 @@ def weigh_cells_kernel(
     full = (position < dense_below) | ((last - gl.minimum(last, SINKS)) * 32 <= COUNT)
     if full | (num_tokens <= 0):
         return
+    segments = segments_of_program(far_end - SINKS, members - NEAR, segments)
     begin = SINKS + (member - NEAR) * segments
     if (member >= NEAR) & (begin >= far_end):
         return
