@@ -24,6 +24,7 @@ class DecodeRule:
         window: keys before the token's own page that are always attended; a multiple of 64.
         tail: whether what is not attended stands in: a key a page, whose logit is the log of the
             sum of exps of its cells that are not chosen, and whose value the page's mean.
+        tail_share: the share of the tail's mass that counts.
         value_bits: bits a channel of that mean.
         best_vector: whether a cell counts what its best vector gives and not the sum of all.
         shares: what a head's masses are shares of: sinks and window by their keys and the cells in
@@ -44,6 +45,7 @@ class DecodeRule:
     sinks: int = PAGE
     window: int = 512
     tail: bool = True
+    tail_share: float = 1.0
     value_bits: int = 8
     best_vector: bool = False
     shares: Literal["context", "pages"] = "context"
@@ -142,7 +144,7 @@ def attend(
     attended = keep.sum(-1).float().mean()
     if not rule.tail or tail is None:
         return _weighted(logits.softmax(-1), v), attended
-    weights = torch.cat([logits, tail], -1).softmax(-1)
+    weights = torch.cat([logits, tail + math.log(rule.tail_share)], -1).softmax(-1)
     out = _weighted(weights[..., :count], v)
     return out + _weighted(weights[..., count:], pages.value_means(rule.value_bits)), attended
 
