@@ -94,7 +94,7 @@ class SparsityConfig(BaseModel):
     dense_below: Count = 8192
     """Positions below this attend everything."""
     dense_last: Count = 64
-    """Last queries of every prefill chunk that attend everything: a prompt's question sits there.
+    """Last tokens of a prompt that attend everything, whatever its chunks: its question sits there.
     Without effect with `query_tile` 1."""
     dense_layers: Layers = 0
     """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
