@@ -323,8 +323,7 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
             raise ConfigError(
                 f"SPARSEK setting {name} (from {sources[name]}): expected {value} with "
                 f"{BATCH_INVARIANT}, got {getattr(config, name)}, which makes results depend on "
-                f"how prompts are cut into chunks; remedy: remove {name}, or unset "
-                f"{BATCH_INVARIANT}"
+                f"chunks or preemptions; remedy: remove {name}, or unset {BATCH_INVARIANT}"
             )
         sources[name] = BATCH_INVARIANT
     return config.model_copy(update=fixed)

@@ -49,9 +49,9 @@ def attended_by_requests(
     total = policy.decode.attended_tokens(decodes, first).sum()
     total += prefill.attended_tokens(prefills).sum()
     if prefill.dense_last:
-        counts, left = query_lens[cut:], np.asarray(prompt_left or (0,) * len(seq_lens))[cut:]
-        begin, end = prefill.last_rows(counts, left)
-        last = query_positions(seq_lens[cut:] - (counts - end), end - begin)
+        left = np.array(prompt_left or (0,) * len(seq_lens), dtype=np.int64)
+        begin, end = prefill.last_rows(query_lens[cut:], left[cut:])
+        last = query_positions((seq_lens - query_lens)[cut:] + end, end - begin)
         total += (last + 1 - prefill.attended_tokens(last)).sum()
     found: int = total.item()
     return found

@@ -224,7 +224,8 @@ def _segments(
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
     counts = batch.query_lens
     whole = everything(of_prompts)
-    ends = [of_prompts.last_rows(*pair) for pair in zip(counts, batch.prompt_left, strict=True)]
+    prefills, left = range(batch.num_decodes, batch.num_requests), batch.prompt_left
+    ends = {r: of_prompts.last_rows(counts[r], left[r]) for r in prefills}
 
     def is_sparse(request: int) -> bool:
         count, length, (begin, end) = counts[request], lengths[request], ends[request]
@@ -234,7 +235,6 @@ def _segments(
         return first < begin or max(first, end) < count
 
     tails: list[tuple[int, int, int]] = []
-    prefills = range(batch.num_decodes, batch.num_requests)
     for sparse, run in groupby(prefills, is_sparse):
         members = list(run)
         part = replace(
@@ -279,31 +279,35 @@ def _rows_of_requests(
     """
     device, counts = batch.seq_lens.device, batch.query_lens
 
-    def copied(values: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        found = torch.as_tensor(values)
+    def copied(values: Sequence[int] | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        found = torch.as_tensor(values, dtype=dtype)
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
     starts = list(accumulate(counts, initial=batch.first_row))
     spans = [(starts[r] + begin, starts[r] + end) for r, begin, end in parts]
+    members, after = [r for r, _, _ in parts], [counts[r] - end for r, _, end in parts]
     rows: slice | torch.Tensor = slice(*spans[0])
     if len(spans) > 1:
-        rows = copied(torch.cat([torch.arange(*span) for span in spans]))
-    members, after = [r for r, _, _ in parts], [counts[r] - end for r, _, end in parts]
-    index = copied(members)
-    seq_lens = batch.seq_lens.index_select(0, index)
+        rows = copied(torch.cat([torch.arange(*span) for span in spans]), torch.int64)
+    known = batch.seq_lens_host
+    if members[-1] - members[0] < len(members):  # neighbours
+        part = batch.part(members[0], members[-1] + 1)
+        table, seq_lens = part.block_table, part.seq_lens
+    else:
+        index = copied(members, torch.int64)
+        table, seq_lens = (x.index_select(0, index) for x in (batch.block_table, batch.seq_lens))
     if any(after):
-        seq_lens = seq_lens - copied(after).to(seq_lens.dtype)
-    known, bounds = batch.seq_lens_host, [lengths[r] for r in members]
+        seq_lens = seq_lens - copied(after, seq_lens.dtype)
     sizes = [end - begin for begin, end in spans]
     return rows, replace(
         batch,
-        block_table=batch.block_table.index_select(0, index),
+        block_table=table,
         seq_lens=seq_lens,
-        cu_seqlens_q=copied([0, *accumulate(sizes)]).to(torch.int32),
+        cu_seqlens_q=copied([0, *accumulate(sizes)], torch.int32),
         num_decodes=0,
         num_decode_tokens=0,
         max_query_len=max(sizes),
-        max_seq_len=max(map(sub, bounds, after)),
+        max_seq_len=max(map(sub, (lengths[r] for r in members), after)),
         seq_lens_host=known and tuple(map(sub, (known[r] for r in members), after)),
         query_lens_host=tuple(sizes),
         prompt_left_host=None,
