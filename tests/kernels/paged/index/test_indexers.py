@@ -23,7 +23,7 @@ from sparsek_kernels.paged import (
     select_blocks,
 )
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, plan_step
+from sparsek_kernels.paged.plan import Segment, each_segment, plan_step
 from sparsek_kernels.paged.reference import gather_sequence
 from tests.kernels.paged.cache_cases import Case, make_case, run
 
