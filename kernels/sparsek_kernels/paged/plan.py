@@ -232,7 +232,7 @@ def _segments(
         first = 0
         if of_prompts.is_dense or not of_prompts.is_band:  # else one mask, whatever the length
             first = first_sparse(of_prompts, length - count, length) - (length - count)
-        return first < begin or max(first, end) < count
+        return bool(first < begin or max(first, end) < count)
 
     tails: list[tuple[int, int, int]] = []
     for sparse, run in groupby(prefills, is_sparse):

@@ -61,7 +61,8 @@ def decode_tiles(inputs: PagedInputs) -> list[Tile]:
 
 def first_exempt(inputs: PagedInputs) -> int:
     """Position of the first token of the only prompt that ``dense_last`` exempts, or its length."""
-    return inputs.policy.last_rows(inputs.seq_lens[0])[0]
+    first, _ = inputs.policy.last_rows(inputs.seq_lens[0])
+    return int(first)
 
 
 def prefill_tiles(inputs: PagedInputs) -> list[Tile]:
