@@ -48,8 +48,8 @@ def prefill_shapes(
     """``(context, query tokens, prompts, least)`` of steps that need the kernels of every prefill.
 
     ``least`` are the tokens of all prompts but the first.  Programs share a query tile the more,
-    the longer the context and the fewer the tiles.  So there is every context with the fewest
-    tiles, and the longest with every number of tiles, of one prompt or several.
+    the longer the context and the fewer the tiles.  So there is every context with its last tile
+    alone, and the longest with every number of tiles, of one prompt or several.
 
     Args:
         max_model_len: longest context.
@@ -66,7 +66,7 @@ def prefill_shapes(
     most = min(longest, max_tokens, _MOST_TILES * tile)
     tiles = most // tile
     prompts = min((_MOST_TILES - tiles) // 2, max_num_seqs, most)
-    shapes = [(context, 1, 1) for context in contexts]
+    shapes = [(context, min((context - 1) % tile + 1, most), 1) for context in contexts]
     shapes += [(longest, number * tile, 1) for number in doubled(tiles)]
     shapes += [(longest, most, number) for number in doubled(prompts)]
     return [(*shape, least) for shape in dict.fromkeys(shapes)]
