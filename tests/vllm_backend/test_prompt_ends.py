@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.vllm_backend.drafts import speculation
 from tests.vllm_backend.engines import (
     engine,
     generate,
@@ -297,3 +298,30 @@ def test_prompts_that_end_in_one_step_are_answered_as_alone(
     assert tokens(found) == tokens(alone)
     torch.testing.assert_close(likelihoods(found), likelihoods(alone), atol=1e-4, rtol=0)
     assert again == keys
+
+
+@requires_cpu_vllm
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_speculation_knows_what_is_left_of_prompts(
+    method: str,
+    prompts: list[list[int]],
+    prefills: list[tuple[int, int, int]],
+    warnings: list[str],
+    tmp_path: Path,
+) -> None:
+    """Steps of the draft model too; several requests at once, all of them preempted."""
+    model, draft = (tmp_path / name for name in ("model", "draft"))
+    draft.mkdir()
+    model = make_tiny_model("llama", model)
+    options = {"max_num_batched_tokens": 128, **speculation(method, model, draft)}
+    limits = {"max_model_len": 1200, "block_size": 64, "skip_tokenizer_init": True}
+    with (
+        engine(model, "SPARSEK", SPARSE, **limits, **options) as llm,
+        preempting_all(llm, step=20) as counter,
+    ):
+        generate(llm, prompts, together=True, max_tokens=30)
+    assert counter["preempted"] > 1
+    assert {keys + left for keys, _, left in prefills} == set(LENGTHS)
+    assert any(left < 0 for _, _, left in prefills)
+    assert warnings == []
