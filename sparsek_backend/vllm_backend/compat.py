@@ -151,12 +151,10 @@ def hook_kv_cache_spec(backend_name: str, selects_blocks: Callable[[], bool]) ->
 
 _PROMPT_LENGTHS: dict[str, dict[str, Callable[..., Any]]] = {
     "vllm.v1.worker.gpu_model_runner": {
-        "_build_attention_metadata": lambda runner, *_: runner.input_batch.num_prompt_tokens,
+        "_build_attention_metadata": lambda own, *_: own.input_batch.num_prompt_tokens,
     },
     "vllm.v1.worker.gpu.model_runner": {
-        "prepare_attn": lambda runner, batch, *_: runner.req_states.prompt_len.np[
-            batch.idx_mapping_np
-        ],
+        "prepare_attn": lambda own, batch: own.req_states.prompt_len.np[batch.idx_mapping_np],
         "prepare_dummy_attn": lambda *_: (),
     },
 }
@@ -182,7 +180,7 @@ def hook_prompt_lengths(keep: Callable[[Any, Any], None]) -> None:
         def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 found = lengths(self, *args)
-            except AttributeError:
+            except (AttributeError, TypeError):  # a version that is not known
                 found = None
             keep(self.vllm_config, found)
             return original(self, *args, **kwargs)
