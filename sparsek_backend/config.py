@@ -94,7 +94,7 @@ class SparsityConfig(BaseModel):
     dense_below: Count = 8192
     """Positions below this attend everything."""
     dense_last: Count = 64
-    """Last queries of every prefill chunk that attend everything: a prompt's question sits there.
+    """Last tokens of a prompt that attend everything, whatever its chunks: its question sits there.
     Without effect with `query_tile` 1."""
     dense_layers: Layers = 0
     """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
@@ -323,8 +323,7 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
             raise ConfigError(
                 f"SPARSEK setting {name} (from {sources[name]}): expected {value} with "
                 f"{BATCH_INVARIANT}, got {getattr(config, name)}, which makes results depend on "
-                f"how prompts are cut into chunks; remedy: remove {name}, or unset "
-                f"{BATCH_INVARIANT}"
+                f"chunks or preemptions; remedy: remove {name}, or unset {BATCH_INVARIANT}"
             )
         sources[name] = BATCH_INVARIANT
     return config.model_copy(update=fixed)

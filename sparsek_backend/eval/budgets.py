@@ -50,10 +50,11 @@ class Budget:
         return self.config.model_copy(update={"dense_layers": 0}).policy_for(layer)
 
     def prefill_share(self, length: int) -> float:
-        """Keys that a prompt of ``length`` tokens, one chunk, attends, over dense attention's."""
+        """Keys that a prompt of ``length`` tokens attends, over dense attention's."""
         position, policy = np.arange(length), self.policy().prefill
-        dense = position >= length - policy.dense_last
-        attended = np.where(dense, position + 1, policy.attended_tokens(position))
+        attended = policy.attended_tokens(position)
+        last = slice(*policy.last_rows(length))
+        attended[last] = position[last] + 1
         return float(attended.sum()) / (length * (length + 1) // 2)
 
     def decode_share(self, length: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,7 +28,11 @@ def nsa_attended(config: NSAConfig, position: Positions) -> Positions:
 
 
 def attended_by_requests(
-    policy: StepPolicy, seq_lens: Positions, query_lens: Positions, num_decodes: int
+    policy: StepPolicy,
+    seq_lens: Positions,
+    query_lens: Positions,
+    num_decodes: int,
+    prompt_left: Sequence[int] | None = None,
 ) -> int:
     """Return the keys that all new queries of a batch attend in one layer, for one head.
 
@@ -34,6 +40,7 @@ def attended_by_requests(
         seq_lens: ``[R]`` keys of each request, its new tokens included.
         query_lens: ``[R]`` new tokens of each request.
         num_decodes: requests at the front that decode.
+        prompt_left: :attr:`PagedBatch.prompt_left_host`.
     """
     cut, prefill = num_decodes, policy.prefill
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
@@ -42,7 +49,9 @@ def attended_by_requests(
     total = policy.decode.attended_tokens(decodes, first).sum()
     total += prefill.attended_tokens(prefills).sum()
     if prefill.dense_last:
-        last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], prefill.dense_last))
+        left = np.array(prompt_left or (0,) * len(seq_lens), dtype=np.int64)
+        begin, end = prefill.last_rows(query_lens[cut:], left[cut:])
+        last = query_positions((seq_lens - query_lens)[cut:] + end, end - begin)
         total += (last + 1 - prefill.attended_tokens(last)).sum()
     found: int = total.item()
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -146,6 +147,54 @@ def hook_kv_cache_spec(backend_name: str, selects_blocks: Callable[[], bool]) ->
 
     Attention.get_kv_cache_spec = get_kv_cache_spec
     setattr(Attention, HOOKED, True)
+
+
+_PROMPT_LENGTHS: dict[str, dict[str, Callable[..., Any]]] = {
+    "vllm.v1.worker.gpu_model_runner": {
+        "_build_attention_metadata": lambda own, *_: own.input_batch.num_prompt_tokens,
+    },
+    "vllm.v1.worker.gpu.model_runner": {
+        "prepare_attn": lambda own, batch: own.req_states.prompt_len.np[batch.idx_mapping_np],
+        "prepare_dummy_attn": lambda *_: (),
+    },
+}
+"""By the module of a model runner, methods that it calls before the metadata of a step are built,
+and where it has the lengths of the step's prompts."""
+
+
+def hook_prompt_lengths(keep: Callable[[Any, Any], None]) -> None:
+    """Call ``keep`` with the prompt lengths of each step, which vLLM's metadata does not have.
+
+    A model runner knows them, on the host, when it prepares a step.  vLLM has two runners; a
+    process has imported its own by the time that layers are built.
+
+    Args:
+        keep: takes the runner's configuration, and the prompt lengths of the step's requests in
+            their order: ``None`` where this version keeps them elsewhere, none of made-up requests.
+    """
+
+    def hook(runner: Any, name: str, lengths: Callable[..., Any]) -> None:
+        original = getattr(runner, name)
+
+        @functools.wraps(original)
+        def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                found = lengths(self, *args)
+            except (AttributeError, TypeError):  # a version that is not known
+                found = None
+            keep(self.vllm_config, found)
+            return original(self, *args, **kwargs)
+
+        setattr(runner, name, prepare)
+
+    for module, methods in _PROMPT_LENGTHS.items():
+        runner = getattr(sys.modules.get(module), "GPUModelRunner", None)
+        if runner is None or HOOKED in vars(runner):
+            continue
+        for name, lengths in methods.items():
+            if hasattr(runner, name):
+                hook(runner, name, lengths)
+        setattr(runner, HOOKED, True)
 
 
 class HeadMajorLayout:

@@ -38,6 +38,8 @@ class Engine:
         dummy_run_done: whether a natively sparse layer has run a prefill of the longest length, for
             vLLM to measure its memory.
         ready_kernels: kinds of layers whose kernels have been compiled.
+        prompt_lengths: of the requests of the step that vLLM prepares, in their order; ``None``
+            where it does not say.
     """
 
     resolved: ResolvedConfig
@@ -49,6 +51,7 @@ class Engine:
     selects_blocks: bool = False
     dummy_run_done: bool = False
     ready_kernels: set[Hashable] = field(default_factory=set)
+    prompt_lengths: Any = None
 
     def rotation_on(self, device: torch.device) -> torch.Tensor | None:
         """Return :attr:`rotation` on the device of the layers, where it stays.
@@ -73,9 +76,9 @@ def engine_of(vllm_config: Any) -> Engine:
     compilation's part, which knows all layers.
     """
     _engines[:] = [entry for entry in _engines if entry[0]() is not None]
-    for known, engine in _engines:
-        if known() is vllm_config.compilation_config:
-            return engine
+    known = _known_engine(vllm_config)
+    if known is not None:
+        return known
     model = vllm_config.model_config
     resolved = engine_config(vllm_config)
     engine = Engine(
@@ -89,10 +92,22 @@ def engine_of(vllm_config: Any) -> Engine:
     return engine
 
 
+def _known_engine(vllm_config: Any) -> Engine | None:
+    found = (engine for known, engine in _engines if known() is vllm_config.compilation_config)
+    return next(found, None)
+
+
+def _keep_prompt_lengths(vllm_config: Any, lengths: Any) -> None:
+    engine = _known_engine(vllm_config)
+    if engine is not None:
+        engine.prompt_lengths = lengths
+
+
 def current_engine() -> Engine:
     """Return the engine whose layers are being built."""
     global _latest
     compat.hook_kv_cache_spec(BACKEND_NAME, lambda: _latest is not None and _latest.selects_blocks)
+    compat.hook_prompt_lengths(_keep_prompt_lengths)
     config = get_current_vllm_config()
     _latest = engine_of(config)
     if _latest.rotation is None and _latest.resolved.scores_without_positions:
@@ -103,10 +118,7 @@ def current_engine() -> Engine:
 def engine_in_use() -> Engine | None:
     """Return the engine of vLLM's current configuration, where that is set and has layers."""
     config = compat.current_config()
-    if config is None:
-        return None
-    found = (engine for known, engine in _engines if known() is config.compilation_config)
-    return next(found, None)
+    return None if config is None else _known_engine(config)
 
 
 def latest_engine() -> Engine | None:

@@ -15,6 +15,12 @@ EAGER_NORMS = (
 )
 """Said where the rest of the engine may break the promise that attention keeps."""
 
+NO_PROMPT_LENGTHS = (
+    "SPARSEK: vLLM does not say how long the prompts of a step are (an unknown version, or "
+    "micro-batches): dense_last counts from the end of every chunk of a prompt, which costs time"
+)
+"""Said once where the ends of chunks are attended as if they were ends of prompts."""
+
 
 def describe_layers(
     indices: Sequence[int],
@@ -65,7 +71,7 @@ def describe_layers(
     if main.dense_below and not main.is_dense:
         parts.append(f"dense below {main.dense_below}")
     if prefill.dense_last:
-        parts.append(f"last {prefill.dense_last} prefill queries dense")
+        parts.append(f"last {prefill.dense_last} tokens of a prompt dense")
     if policy.selects_blocks:
         parts.append(f"{100 * summary_share:.1f} % summaries")
     parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")

@@ -55,6 +55,7 @@ def build_batch(
     on_host: bool,
     gathers_prefills: bool = False,
     rotation: torch.Tensor | None = None,
+    prompt_lengths: Any = None,
 ) -> Batch:
     """Translate vLLM's ``CommonAttentionMetadata``.
 
@@ -65,6 +66,8 @@ def build_batch(
         gathers_prefills: whether kernels gather each prefill's K and V, for which the host must
             know its exact length.
         rotation: :attr:`PagedBatch.rotation`.
+        prompt_lengths: of the requests, on the host, where they are known; made-up requests at the
+            end may have none.
     """
     num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
         common, decode_threshold=decode_query_len
@@ -72,6 +75,11 @@ def build_batch(
     offsets = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
     found, exact = compat.host_seq_lens(common, on_host, gathers_prefills and num_prefills > 0)
     lens = found[: common.num_reqs].numpy().astype(np.int64)
+    left = None
+    if prompt_lengths is not None and num_prefills and exact:
+        own = np.asarray(prompt_lengths, dtype=np.int64)[: common.num_reqs]
+        left = -lens
+        left[: len(own)] += own
     paged = PagedBatch(
         block_table=common.block_table_tensor,
         seq_lens=common.seq_lens,
@@ -83,6 +91,7 @@ def build_batch(
         max_seq_len=common.max_seq_len,
         seq_lens_host=tuple(lens.tolist()) if on_host or (exact and num_prefills) else None,
         query_lens_host=tuple(np.diff(offsets).tolist()),
+        prompt_left_host=None if left is None else tuple(left.tolist()),
         rotation=rotation,
     )
     return Batch(paged, offsets, lens)

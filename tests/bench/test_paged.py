@@ -116,7 +116,7 @@ def test_the_attended_share_by_lists_is_the_one_that_is_counted() -> None:
     inputs = make_inputs(case, CPU)
     policy, lists = inputs.policy, make_lists(case, inputs)
     assert lists is not None
-    ends, length = (192, 384, 512), 512
+    length = 512
     seen = 0
     inputs.v_cache.zero_()
     for key in range(length):  # a key is seen by the queries whose output it moves
@@ -129,7 +129,7 @@ def test_the_attended_share_by_lists_is_the_one_that_is_counted() -> None:
             )  # fmt: skip
             seen += int((out[:, 0, 0] != 0).sum())
         inputs.v_cache[page, 0, row] = 0.0
-    assert seen == attended_pairs(policy, range(length), chunk_ends=ends)
+    assert seen == attended_pairs(policy, range(length), prompt=length)
     assert seen > attended_pairs(policy, range(length))
 
 

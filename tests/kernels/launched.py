@@ -21,7 +21,7 @@ from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.index.two_step import launch as two_step_launch
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
+from sparsek_kernels.paged.plan import Segment, each_segment, plan_step, plan_tokens
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write import launch as write_launch
 
@@ -76,5 +76,5 @@ def run_launched(
         segments = plan_tokens(batch, rule.decode, heads, tokens, operands.page_size)
     else:
         segments = plan_step(batch, rule)
-    for segment in segments:
-        attend_launched(operands.of_rows(segment.rows), segment, indexers.of(segment))
+    for mine, segment in each_segment(operands, segments):
+        attend_launched(mine, segment, indexers.of(segment))

@@ -36,22 +36,27 @@ policies = st.one_of(
 @settings(deadline=None, max_examples=100)
 @given(
     policies,
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 90)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 90), st.integers(-99, 99)), max_size=6),
     st.integers(0, 6),
+    st.booleans(),
 )
-def test_batches(policy: SelectionPolicy, requests: list[tuple[int, int]], decodes: int) -> None:
+def test_batches(
+    policy: SelectionPolicy, requests: list[tuple[int, int, int]], decodes: int, known: bool
+) -> None:
     decodes = min(decodes, len(requests))
-    seq_lens = np.array([before + new for before, new in requests], dtype=np.int64)
-    query_lens = np.array([new for _, new in requests], dtype=np.int64)
+    seq_lens = np.array([before + new for before, new, _ in requests], dtype=np.int64)
+    query_lens = np.array([new for _, new, _ in requests], dtype=np.int64)
+    prompt_left = tuple(left for _, _, left in requests) if known else None
     step = StepPolicy.of(policy)
     expected = 0
-    for index, (before, new) in enumerate(requests):
+    for index, (before, new, left) in enumerate(requests):
         rule = step.decode if index < decodes else step.prefill
+        prompt = before + new + (left if known else 0)
         for position in range(before, before + new):
-            last = position >= before + new - rule.dense_last
+            last = prompt - rule.dense_last <= position < prompt
             first = before if index < decodes else None  # of what decoded tokens share
             expected += position + 1 if last else rule.attended_tokens(position, first)
-    assert attended_by_requests(step, seq_lens, query_lens, decodes) == expected
+    assert attended_by_requests(step, seq_lens, query_lens, decodes, prompt_left) == expected
 
 
 def test_positions() -> None:

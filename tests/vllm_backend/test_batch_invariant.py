@@ -151,7 +151,7 @@ def test_the_server_says_so(current: Any, monkeypatch: pytest.MonkeyPatch) -> No
     make_builder(make_layer(), current)
     (line,) = lines
     assert line.endswith("CPU path, batch-invariant, selection per query")
-    assert "prefill queries dense" not in line
+    assert "tokens of a prompt dense" not in line
 
 
 @pytest.mark.parametrize("eager", [True, False])

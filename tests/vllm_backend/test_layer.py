@@ -142,7 +142,12 @@ def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_one
     metadata, q, _, _, output = run(layer, builder, cache, step)
     expected = paged_attention_reference(q, *keys_and_values(cache), metadata.batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
-    assert calls == [(20, [0, 20], [280]), (64, [0, 64], [600]), (70, [0, 70], [70])]
+    assert calls == [(20, [0, 20], [280]), (70, [0, 70], [70]), (64, [0, 64], [600])]
+    calls.clear()
+    metadata, q, _, _, output = run(layer, builder, cache, make_step([400, 600], [400, 600], 64))
+    expected = paged_attention_reference(q, *keys_and_values(cache), metadata.batch, policy)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    assert calls == [(128, [0, 64, 128], [400, 600])]  # one call for all ends
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -50,6 +50,11 @@ FUNCTIONS: dict[str, dict[str, Names]] = {
     },
     "v1/attention/backends/triton_attn.py": {"TritonAttentionImpl.do_kv_cache_update": CACHES},
     "v1/attention/backends/utils.py": {"split_decodes_and_prefills": ("decode_threshold",)},
+    "v1/worker/gpu_model_runner.py": {"GPUModelRunner._build_attention_metadata": ()},
+    "v1/worker/gpu/model_runner.py": {
+        "GPUModelRunner.prepare_attn": ("input_batch",),
+        "GPUModelRunner.prepare_dummy_attn": ("input_batch",),
+    },
     "v1/attention/backends/registry.py": {"register_backend": ("backend", "class_path")},
     "model_executor/layers/attention/attention.py": {
         "Attention.get_kv_cache_spec": ("vllm_config",),
@@ -93,12 +98,22 @@ FIELDS: dict[str, dict[str, Names]] = {
         "AttentionType": ("DECODER", "ENCODER_ONLY"),
         "AttentionImplBase": ("dcp_world_size",),
     },
+    "v1/worker/gpu/input_batch.py": {"InputBatch": ("idx_mapping_np",)},
     "v1/kv_cache_interface.py": {
         "KVCacheSpec": ("block_size",),
         "AttentionSpec": ("num_kv_heads", "head_size", "dtype", "page_size_padded"),
     },
 }
 """Fields of classes by file."""
+
+ATTRIBUTES: dict[str, dict[str, Names]] = {
+    "v1/worker/gpu_model_runner.py": {"GPUModelRunner": ("vllm_config", "input_batch")},
+    "v1/worker/gpu_input_batch.py": {"InputBatch": ("num_prompt_tokens",)},
+    "v1/worker/gpu/model_runner.py": {"GPUModelRunner": ("vllm_config", "req_states")},
+    "v1/worker/gpu/states.py": {"RequestState": ("prompt_len",)},
+    "v1/worker/gpu/buffer_utils.py": {"UvaBackedTensor": ("np",)},
+}
+"""What methods of classes assign to ``self``, by file."""
 
 GENERATIONS: tuple[tuple[str, str, Names], ...] = (
     (
@@ -145,10 +160,15 @@ def _has(owner: ast.AST, names: Names) -> bool:
     return set(names) <= {one.id for one in targets if isinstance(one, ast.Name)}
 
 
+def _assigns(owner: ast.AST, names: Names) -> bool:
+    stores = (one for one in ast.walk(owner) if isinstance(one, ast.Attribute))
+    return set(names) <= {one.attr for one in stores if isinstance(one.ctx, ast.Store)}
+
+
 def lacking(vllm: Path) -> list[str]:
     """What a version's sources (the folder ``vllm`` of its wheel) lack of what the plugin needs."""
     found = []
-    for table, fits in ((FUNCTIONS, _takes), (FIELDS, _has)):
+    for table, fits in ((FUNCTIONS, _takes), (FIELDS, _has), (ATTRIBUTES, _assigns)):
         for file, entries in table.items():
             for name, names in entries.items():
                 node = _find(vllm / file, name)

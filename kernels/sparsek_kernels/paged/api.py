@@ -26,7 +26,13 @@ from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.page_records import PageRecords, write_records
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens, tokens_alone
+from sparsek_kernels.paged.plan import (
+    Segment,
+    each_segment,
+    plan_step,
+    plan_tokens,
+    tokens_alone,
+)
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
 
@@ -304,8 +310,8 @@ def paged_attention(
         segments = plan_tokens(batch, rule.decode, q.shape[1], q.shape[0], page_size)
     else:
         segments = plan_step(batch, rule)
-    for segment in segments:
-        attend_segment(operands.of_rows(segment.rows), segment, indexers.of(segment))
+    for mine, segment in each_segment(operands, segments):
+        attend_segment(mine, segment, indexers.of(segment))
     return out
 
 

@@ -37,6 +37,9 @@ class PagedBatch:
             programs without work.
         query_lens_host: query tokens of each request on the host; where they are missing,
             :attr:`query_lens` waits for the device.
+        prompt_left_host: tokens of each request's prompt that come after its new tokens, on the
+            host; below 0 the new tokens that follow the prompt, as where answers are computed
+            again.  ``None``: every prefill ends its prompt.
         first_row: ``cu_seqlens_q[0]``; above 0 in a :meth:`part` of a batch.
         rotation: ``[positions, D]`` float32, by which positions have turned queries and keys: D/2
             cosines, then as many sines.  Where it is given, InfLLM-v2's scores are of queries and
@@ -54,6 +57,7 @@ class PagedBatch:
     max_seq_len: int
     seq_lens_host: tuple[int, ...] | None = None
     query_lens_host: tuple[int, ...] | None = None
+    prompt_left_host: tuple[int, ...] | None = None
     first_row: int = 0
     rotation: torch.Tensor | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
@@ -74,6 +78,11 @@ class PagedBatch:
         if self.query_lens_host is not None:
             return self.query_lens_host
         return self.derived("query lens", lambda: tuple(self.cu_seqlens_q.diff().tolist()))
+
+    @property
+    def prompt_left(self) -> tuple[int, ...]:
+        """Tokens of each request's prompt that come after its new tokens (prompt_left_host)."""
+        return (0,) * self.num_requests if self.prompt_left_host is None else self.prompt_left_host
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -116,7 +125,7 @@ class PagedBatch:
         decodes = first < self.num_decodes
 
         def build() -> PagedBatch:
-            lens = self.query_lens_host
+            lens, left = self.query_lens_host, self.prompt_left_host
             before = int(self.cu_seqlens_q[first]) if lens is None else sum(lens[:first])
             return replace(
                 self,
@@ -127,6 +136,7 @@ class PagedBatch:
                 num_decode_tokens=self.num_decode_tokens if decodes else 0,
                 seq_lens_host=self.seq_lens_host[first:last] if self.seq_lens_host else None,
                 query_lens_host=lens and lens[first:last],
+                prompt_left_host=left and left[first:last],
                 first_row=before if lens is None else self.first_row + before,
                 _derived={},
             )

@@ -85,8 +85,14 @@ class PagedOperands:
             )
         return self.k_summary
 
-    def of_rows(self, rows: slice) -> PagedOperands:
-        """The operands of some rows of ``q`` and ``out``."""
+    def of_rows(self, rows: slice | torch.Tensor) -> PagedOperands:
+        """The operands of some rows of ``q`` and ``out``.
+
+        Rows that are not neighbours, ``[n]`` int64, are gathered, and have an output of their own.
+        """
+        if isinstance(rows, torch.Tensor):
+            out = self.out.new_empty(len(rows), *self.out.shape[1:])
+            return replace(self, q=self.q.index_select(0, rows), out=out)
         if rows == _ALL:
             return self
         lse = None if self.lse is None else self.lse[rows]

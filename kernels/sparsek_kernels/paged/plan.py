@@ -2,9 +2,10 @@
 
 The step is cut here, once for all layers with the same policies, and nowhere else::
 
-    for segment in plan_step(batch, StepPolicy(prefill, decode), seq_lens):
-        chosen = index.select(operands, segment)     # where the policy selects blocks
-        attend(operands.of_rows(segment.rows), segment, chosen)
+    segments = plan_step(batch, StepPolicy(prefill, decode), seq_lens)
+    for mine, segment in each_segment(operands, segments):
+        chosen = index.select(mine, segment)     # where the policy selects blocks
+        attend(mine, segment, chosen)
 
 Segments are attended in order: a later one overwrites rows that an earlier one filled.
 """
@@ -12,15 +13,17 @@ Segments are attended in order: a later one overwrites rows that an earlier one 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
+from operator import sub
 from typing import Any
 
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
 from sparsek_kernels.paged.scratch import rows_per_step
 
@@ -30,20 +33,21 @@ _HEADS = 64
 
 @dataclass(frozen=True)
 class Segment:
-    """Decodes of a step, or prefills, or the last queries of one, that attend by one policy.
+    """Decodes of a step, or prefills, or the ends of prompts, that attend by one policy.
 
     Tokens of prompts that choose by records are decodes of one token each (:func:`tokens_alone`).
 
     Args:
         batch: the requests, with their own ``max_query_len`` and ``max_seq_len``.
         policy: what their queries attend; its ``dense_last`` is 0.
-        rows: the rows of the step's queries from which ``batch`` counts.
+        rows: the rows of the step's queries from which ``batch`` counts; a tensor, ``[n]`` int64,
+            where they are not neighbours.
         fixed_order: whether every row is added up in one order, whatever else is in the batch.
     """
 
     batch: PagedBatch
     policy: SelectionPolicy
-    rows: slice = field(default_factory=lambda: slice(None))
+    rows: slice | torch.Tensor = field(default_factory=lambda: slice(None))
     fixed_order: bool = False
 
     @property
@@ -77,8 +81,22 @@ class Segment:
         return policy.scored_blocks > 0 and not policy.sees_all(longest - 1)
 
 
+def each_segment(
+    operands: PagedOperands, segments: Iterable[Segment]
+) -> Iterator[tuple[PagedOperands, Segment]]:
+    """Each segment with the operands of its rows, to be attended before the next one is asked for.
+
+    What is attended for rows that had to be gathered is then put in its place.
+    """
+    for segment in segments:
+        mine = operands.of_rows(segment.rows)
+        yield mine, segment
+        if isinstance(segment.rows, torch.Tensor):
+            operands.out.index_copy_(0, segment.rows, mine.out)
+
+
 def everything(policy: SelectionPolicy) -> SelectionPolicy:
-    """The policy of prompts of ``policy``, or their last queries, that attend every earlier key."""
+    """The policy of prompts of ``policy``, or their ends, that attend every earlier key."""
     return SelectionPolicy(sel_block_size=policy.alignment or policy.sel_block_size)
 
 
@@ -89,18 +107,18 @@ def first_sparse(policy: SelectionPolicy, start: int, end: int) -> int:
 
 
 def split_queries(policy: SelectionPolicy, num_q: int, num_k: int) -> tuple[int, int]:
-    """Rows of a prefill's queries as ``(first, last)``: the sparse ones are ``[first, last)``.
+    """Rows of a prompt's queries as ``(first, last)``: the sparse ones are ``[first, last)``.
 
     Rows before and after them attend every earlier key.  Where all rows do, both are ``num_q``.
 
     Args:
         policy: what the queries attend.
-        num_q: queries, at the end of the sequence.
+        num_q: queries, at the end of the prompt.
         num_k: keys of the sequence, its queries' own included.
     """
     start = num_k - num_q
     first = first_sparse(policy, start, num_k) - start
-    last = num_q - policy.dense_last
+    last, _ = policy.last_rows(num_q)
     return (first, last) if first < last else (num_q, num_q)
 
 
@@ -109,8 +127,8 @@ def plan_step(
 ) -> tuple[Segment, ...]:
     """The step as its decodes and runs of neighbouring prefills, either dense or sparse.
 
-    A sparse prefill's last queries, which ``dense_last`` lets attend everything, come again as a
-    dense segment after the sparse one.  One by records comes token by token.
+    The ends of prompts that are not dense, which ``dense_last`` lets attend everything, come again
+    as one dense segment after all others.  A prompt by records comes token by token.
 
     Args:
         batch: the step.
@@ -206,14 +224,17 @@ def _segments(
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
     counts = batch.query_lens
     whole = everything(of_prompts)
+    prefills, left = range(batch.num_decodes, batch.num_requests), batch.prompt_left
+    ends = {r: of_prompts.last_rows(counts[r], left[r]) for r in prefills}
 
     def is_sparse(request: int) -> bool:
-        if of_prompts.is_band and not of_prompts.is_dense:  # one mask, whatever the length
-            return counts[request] > of_prompts.dense_last
-        first, last = split_queries(of_prompts, counts[request], lengths[request])
-        return first < last
+        count, length, (begin, end) = counts[request], lengths[request], ends[request]
+        first = 0
+        if of_prompts.is_dense or not of_prompts.is_band:  # else one mask, whatever the length
+            first = first_sparse(of_prompts, length - count, length) - (length - count)
+        return bool(first < begin or max(first, end) < count)
 
-    prefills = range(batch.num_decodes, batch.num_requests)
+    tails: list[tuple[int, int, int]] = []
     for sparse, run in groupby(prefills, is_sparse):
         members = list(run)
         part = replace(
@@ -226,11 +247,11 @@ def _segments(
             found += tokens_alone(part, rule)
             continue
         found.append(Segment(part, rule if sparse else whole))
-        if sparse and of_prompts.dense_last:
-            found += [
-                Segment(part, whole, rows)
-                for rows, part in _tails(batch, members, of_prompts.dense_last, lengths)
-            ]
+        if sparse:
+            tails += [(r, *ends[r]) for r in members if ends[r][0] < ends[r][1]]
+    if tails:
+        rows, part = _rows_of_requests(batch, tails, lengths)
+        found.append(Segment(part, whole, rows))
     return tuple(found)
 
 
@@ -246,26 +267,50 @@ def _length_bounds(batch: PagedBatch) -> Sequence[int]:
     return host_lengths(batch)[0]
 
 
-def _tails(
-    batch: PagedBatch, members: Sequence[int], count: int, lengths: Sequence[int]
-) -> list[tuple[slice, PagedBatch]]:
-    """Rows of the last ``count`` queries of each of some longer prefills, as batches of one."""
-    ends = list(accumulate(batch.query_lens, initial=batch.first_row))[1:]
-    offsets = torch.tensor([0, count], dtype=torch.int32)
-    if batch.seq_lens.is_cuda:
-        offsets = offsets.pin_memory().to(batch.seq_lens.device, non_blocking=True)
-    return [
-        (
-            slice(ends[r] - count, ends[r]),
-            replace(
-                batch.part(r, r + 1),
-                cu_seqlens_q=offsets,
-                max_query_len=count,
-                max_seq_len=lengths[r],
-                query_lens_host=(count,),
-                first_row=0,
-                _derived={},
-            ),
-        )
-        for r in members
-    ]
+def _rows_of_requests(
+    batch: PagedBatch, parts: Sequence[tuple[int, int, int]], lengths: Sequence[int]
+) -> tuple[slice | torch.Tensor, PagedBatch]:
+    """Some queries of some prefills: their rows of the step's queries, and a batch of them alone.
+
+    Args:
+        batch: the step.
+        parts: requests, each with the first and the end of its queries that are meant.
+        lengths: keys of every request, or bounds of them.
+    """
+    device, counts = batch.seq_lens.device, batch.query_lens
+
+    def copied(values: Sequence[int] | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        found = torch.as_tensor(values, dtype=dtype)
+        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+    starts = list(accumulate(counts, initial=batch.first_row))
+    spans = [(starts[r] + begin, starts[r] + end) for r, begin, end in parts]
+    members, after = [r for r, _, _ in parts], [counts[r] - end for r, _, end in parts]
+    rows: slice | torch.Tensor = slice(*spans[0])
+    if len(spans) > 1:
+        rows = copied(torch.cat([torch.arange(*span) for span in spans]), torch.int64)
+    known = batch.seq_lens_host
+    if members[-1] - members[0] < len(members):  # neighbours
+        part = batch.part(members[0], members[-1] + 1)
+        table, seq_lens = part.block_table, part.seq_lens
+    else:
+        index = copied(members, torch.int64)
+        table, seq_lens = (x.index_select(0, index) for x in (batch.block_table, batch.seq_lens))
+    if any(after):
+        seq_lens = seq_lens - copied(after, seq_lens.dtype)
+    sizes = [end - begin for begin, end in spans]
+    return rows, replace(
+        batch,
+        block_table=table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=copied([0, *accumulate(sizes)], torch.int32),
+        num_decodes=0,
+        num_decode_tokens=0,
+        max_query_len=max(sizes),
+        max_seq_len=max(map(sub, (lengths[r] for r in members), after)),
+        seq_lens_host=known and tuple(map(sub, (known[r] for r in members), after)),
+        query_lens_host=tuple(sizes),
+        prompt_left_host=None,
+        first_row=0,
+        _derived={},
+    )

@@ -63,8 +63,8 @@ class SelectionPolicy:
             power of two from 2 on that divides it.
         dense_below: queries at positions below this see every earlier key; with block top-k, those
             of a tile whose last position is below it.
-        dense_last: last queries of every prefill, or chunk of one, that see every earlier key: few
-            enough to cost little, and the ones that a prompt's answer hangs on.
+        dense_last: last tokens of a prompt that see every earlier key, whatever chunks it comes in:
+            few enough to cost little, and the ones that its answer hangs on.
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
@@ -233,6 +233,20 @@ class SelectionPolicy:
         latest_start = size - math.gcd(size, self.query_tile)  # of a tile, within its first block
         return self.reach_blocks + ceil_div(latest_start + self.query_tile, size)
 
+    def last_rows(
+        self, num_q: Positions, prompt_left: Positions = 0
+    ) -> tuple[Positions, Positions]:
+        """Half-open range of a prefill's queries that ``dense_last`` exempts; it may be empty.
+
+        Args:
+            num_q: its queries.
+            prompt_left: tokens of its prompt that come after them; below 0 the queries that follow
+                the prompt.
+        """
+        end = num_q + prompt_left
+        first, last = (_at_least(_at_most(x, num_q), 0) for x in (end - self.dense_last, end))
+        return first, last
+
     def num_tiles(self, begin: int, end: int) -> int:
         """Tiles that hold the positions ``[begin, end)``."""
         return (end - 1) // self.query_tile - begin // self.query_tile + 1 if end > begin else 0
@@ -339,5 +353,5 @@ def _at_least(values: Positions, low: int) -> Positions:
     return max(values, low) if isinstance(values, int) else values.clip(low)
 
 
-def _at_most(values: Positions, high: int) -> Positions:
+def _at_most(values: Positions, high: Positions) -> Positions:
     return min(values, high) if isinstance(values, int) else values.clip(None, high)

@@ -190,7 +190,7 @@ def paged_attention_reference(
                 out[row : row + together] = attend_by_records_reference(*rows)
             continue
         visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
-        for row in range(max(end - begin - rule.dense_last, 0), end - begin):
+        for row in range(*rule.last_rows(end - begin, batch.prompt_left[request])):
             visible[row] = torch.arange(length) <= positions[row]
         out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)
     return out

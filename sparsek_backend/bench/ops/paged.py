@@ -59,15 +59,19 @@ def decode_tiles(inputs: PagedInputs) -> list[Tile]:
     return tiles
 
 
-def prefill_tiles(inputs: PagedInputs, steps: Sequence[Step] = ()) -> list[Tile]:
-    """A few whole tiles of the only request, and the last that ``dense_last`` exempts in a step."""
+def first_exempt(inputs: PagedInputs) -> int:
+    """Position of the first token of the only prompt that ``dense_last`` exempts, or its length."""
+    first, _ = inputs.policy.last_rows(inputs.seq_lens[0])
+    return int(first)
+
+
+def prefill_tiles(inputs: PagedInputs) -> list[Tile]:
+    """A few whole tiles of the only request, and the last one that ``dense_last`` exempts."""
     size, heads = inputs.policy.query_tile, inputs.k_cache.shape[1]
-    sparse, exempt = list(range(inputs.seq_lens[0] // size)), []
-    for _, rows in steps:
-        first = (rows.stop - inputs.policy.dense_last) // size
-        exempt += [tile for tile in sparse if first <= tile < rows.stop // size]
-        sparse = [tile for tile in sparse if tile not in exempt]
-    picked = [sparse[place] for place in _spread(len(sparse), 4)] + exempt[-1:]
+    tiles = range(inputs.seq_lens[0] // size)
+    sparse = [tile for tile in tiles if (tile + 1) * size <= first_exempt(inputs)]
+    picked = [sparse[place] for place in _spread(len(sparse), 4)]
+    picked += tiles[-1:] if len(sparse) < len(tiles) else []
     return [
         Tile(0, turn % heads, *(2 * [range(tile * size, (tile + 1) * size)]))
         for turn, tile in enumerate(picked)
@@ -96,7 +100,7 @@ def gate_tiles(
     for tile in tiles:
         chosen = torch.empty(0, dtype=torch.int64)
         step = next(step for step in steps if tile.rows.start < step[1].stop)
-        is_exempt = tile.rows.start >= step[1].stop - policy.dense_last
+        is_exempt = policy.dense_last > 0 and tile.rows.start >= first_exempt(inputs)
         rule = DENSE if is_exempt else replace(policy, dense_last=0)
         if rule.selects_blocks and not rule.sees_all(tile.positions[-1]):
             chosen = _chosen(inputs, tile, rule, step, lists)
@@ -133,21 +137,15 @@ def _chosen(
 
 
 def attended_pairs(
-    policy: SelectionPolicy, positions: Sequence[int] | range, *, chunk_ends: Sequence[int] = ()
+    policy: SelectionPolicy, positions: Sequence[int] | range, *, prompt: int = 0
 ) -> int:
     """Visible (query, key) pairs of one head.
 
     Args:
-        chunk_ends: of a prefill, where ``dense_last`` exempts queries.
+        prompt: tokens of the prompt whose last ones ``dense_last`` exempts; 0 for decoded tokens.
     """
-    if policy.is_dense:
-        return sum(position + 1 for position in positions)
-    if chunk_ends and policy.dense_last:
-        exempt = {p for end in chunk_ends for p in range(end - policy.dense_last, end)}
-        rest = [position for position in positions if position not in exempt]
-        dense = [position for position in positions if position in exempt]
-        return attended_pairs(policy, rest) + attended_pairs(DENSE, dense)
-    return sum(policy.attended_tokens(position) for position in positions)
+    exempt = range(*policy.last_rows(prompt))
+    return sum(p + 1 if p in exempt else policy.attended_tokens(p) for p in positions)
 
 
 def _decode_positions(inputs: PagedInputs) -> list[int]:
@@ -242,10 +240,10 @@ def _providers(
     ``steps`` are the calls of ours.  With lists a note says what ours attends.
     """
     decode = steps[0][0].num_decodes > 0
-    tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs, steps)
+    tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs)
     ours = entries[0].policy
-    positions, ends = _decode_positions(inputs), [rows.stop for _, rows in steps]
-    pairs = attended_pairs(ours, positions, chunk_ends=ends)
+    positions = _decode_positions(inputs)
+    pairs = attended_pairs(ours, positions, prompt=0 if decode else inputs.seq_lens[0])
     share = pairs / attended_pairs(DENSE, positions)
     says_share = any(entry.lists for entry in entries)
 
@@ -367,11 +365,10 @@ def prefill_cost(
     """FLOPs and least bytes of a prompt prefilled from bound to bound."""
     length, kv_heads, dim = inputs.seq_lens[0], inputs.k_cache.shape[1], inputs.q.shape[2]
     kv_bytes = 2.0 * kv_heads * length * dim
-    ends = [end for _, end in bounds]
-    pairs = attended_pairs(policy, range(length), chunk_ends=ends)
+    pairs = attended_pairs(policy, range(length), prompt=length)
     flops = 4.0 * dim * inputs.q.shape[1] * pairs
     if policy.selects_blocks and by_score:
-        sparse = [(start, end - policy.dense_last) for start, end in bounds]
+        sparse = [(start, min(end, first_exempt(inputs))) for start, end in bounds]
         scored, read = scoring_cost(policy, [part for part in sparse if part[0] < part[1]])
         flops += 2.0 * dim * inputs.q.shape[1] * scored
         kv_bytes += kv_heads * dim * read

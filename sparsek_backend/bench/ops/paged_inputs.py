@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,7 +117,12 @@ class PagedInputs:
 
     def chunks(self, bounds: Sequence[tuple[int, int]]) -> list[Step]:
         """The only request, prefilled from bound to bound."""
-        return [(self.batch((end - start,), (end,), 0), slice(start, end)) for start, end in bounds]
+        steps = []
+        for start, end in bounds:
+            batch = self.batch((end - start,), (end,), 0)
+            batch = replace(batch, prompt_left_host=(self.seq_lens[0] - end,))
+            steps.append((batch, slice(start, end)))
+        return steps
 
     def tile_rows(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
         """A tile's rows of a tensor [T, Hq, D], and the query heads of its KV head."""

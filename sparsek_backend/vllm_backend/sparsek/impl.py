@@ -18,7 +18,7 @@ from sparsek_kernels.paged.attend import attend
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import fit_both
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
+from sparsek_kernels.paged.plan import Segment, each_segment, plan_step, plan_tokens
 from sparsek_kernels.paged.policy import StepPolicy
 
 from . import fallback
@@ -168,9 +168,9 @@ class SparseKImpl(AttentionImpl):
         if self.sinks is not None:
             operands = replace(operands, sinks=self.sinks.repeat(ranks))
         self._write_index(operands, batch)
-        for segment in self._segments(operands, batch, policy):
+        for mine, segment in each_segment(operands, self._segments(operands, batch, policy)):
             if self.flash is None or not self.flash.serves(segment):
-                self._attend(operands.of_rows(segment.rows), segment)
+                self._attend(mine, segment)
 
     def do_kv_cache_update(
         self,
@@ -250,9 +250,9 @@ class SparseKImpl(AttentionImpl):
         elif shards is not None:
             attend_shards(operands, kv_cache, shards, self.own, self._pages)
         else:
-            lengths = attn_metadata.seq_lens
-            for segment in self._segments(operands, attn_metadata.batch, self.policy, lengths):
-                self._attend(operands.of_rows(segment.rows), segment)
+            step = (attn_metadata.batch, self.policy, attn_metadata.seq_lens)
+            for mine, segment in each_segment(operands, self._segments(operands, *step)):
+                self._attend(mine, segment)
         return output
 
     def _operands(

@@ -19,6 +19,7 @@ from sparsek_backend.vllm_backend.accounting import attended_by_requests
 from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.report import (
     EAGER_NORMS,
+    NO_PROMPT_LENGTHS,
     describe_layers,
     describe_model_selection,
 )
@@ -84,7 +85,7 @@ class SparseKMetadataBuilder(StepBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        engine = engine_of(vllm_config)
+        self.engine = engine = engine_of(vllm_config)
         self.resolved, self.rotation = engine.resolved, engine.rotation_on(device)
         # Speculated tokens share a decode's tiles, which must hold one token where results may not
         # depend on the batch: there they are short prefills.
@@ -93,6 +94,8 @@ class SparseKMetadataBuilder(StepBuilder):
         )
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
         self.page_size = kv_cache_spec.block_size
+        self.exempts_last = any(policy.prefill.dense_last for policy in self.policies)
+        self.splits_steps = vllm_config.parallel_config.use_ubatching
         self.context_ranks = _context_ranks(kv_cache_spec, vllm_config.parallel_config)
 
     @classmethod
@@ -182,7 +185,10 @@ class SparseKMetadataBuilder(StepBuilder):
             self.on_host,
             gathers_prefills=self.context_ranks is not None,
             rotation=self.rotation,
+            prompt_lengths=self._prompt_lengths(),
         )
+        if self.exempts_last and batch.paged.num_prefills and batch.paged.prompt_left_host is None:
+            logger.warning_once(NO_PROMPT_LENGTHS)
         attended, context = self._count(batch)
         return SparseKMetadata(
             batch=batch.paged,
@@ -197,9 +203,14 @@ class SparseKMetadataBuilder(StepBuilder):
             else shard_step(batch.paged, self.page_size, self.context_ranks),
         )
 
+    def _prompt_lengths(self) -> Any:
+        """The prompt lengths of the step's requests, where layers ask and no request is split."""
+        return self.engine.prompt_lengths if self.exempts_last and not self.splits_steps else None
+
     def _count(self, batch: Batch) -> tuple[int, int]:
         """Count attended and context keys over all layers of the group."""
-        lens = (batch.seq_lens, batch.query_lens, batch.paged.num_decodes)
+        paged = batch.paged
+        lens = (batch.seq_lens, batch.query_lens, paged.num_decodes, paged.prompt_left_host)
         attended = sum(
             layers * attended_by_requests(policy, *lens) for policy, layers in self.policies.items()
         )

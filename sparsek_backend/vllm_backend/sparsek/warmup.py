@@ -48,8 +48,8 @@ def prefill_shapes(
     """``(context, query tokens, prompts, least)`` of steps that need the kernels of every prefill.
 
     ``least`` are the tokens of all prompts but the first.  Programs share a query tile the more,
-    the longer the context and the fewer the tiles.  So there is every context with the fewest
-    tiles, and the longest with every number of tiles, of one prompt or several.
+    the longer the context and the fewer the tiles.  So there is every context with its last tile
+    alone, and the longest with every number of tiles, of one prompt or several.
 
     Args:
         max_model_len: longest context.
@@ -59,15 +59,15 @@ def prefill_shapes(
     contexts = doubled(min(max_model_len, _LONG_PREFILL) if policy.is_band else max_model_len)
     if not policy.is_band:  # a shorter prompt is attended whole
         contexts = [context for context in contexts if not policy.sees_all(context - 1)]
-    fewest, tile = policy.dense_last + 1, policy.query_tile
-    if not contexts or fewest > max_tokens:
+    if not contexts:
         return []
+    tile = policy.query_tile
     least, longest = contexts[0], contexts[-1]
     most = min(longest, max_tokens, _MOST_TILES * tile)
     tiles = most // tile
-    prompts = min((_MOST_TILES - tiles) // 2, max_num_seqs, most // fewest)
-    shapes = [(context, min(context, fewest), 1) for context in contexts]
-    shapes += [(longest, max(number * tile, fewest), 1) for number in doubled(tiles)]
+    prompts = min((_MOST_TILES - tiles) // 2, max_num_seqs, most)
+    shapes = [(context, min((context - 1) % tile + 1, most), 1) for context in contexts]
+    shapes += [(longest, number * tile, 1) for number in doubled(tiles)]
     shapes += [(longest, most, number) for number in doubled(prompts)]
     return [(*shape, least) for shape in dict.fromkeys(shapes)]
 
@@ -211,13 +211,13 @@ def _made_up_steps(
 
 
 def prefill_policies(policy: SelectionPolicy, flash: bool) -> list[SelectionPolicy]:
-    """The policies by which our kernels attend prompts: ``policy``, and that of dense segments.
+    """The policies by which our kernels attend prompts but for their ends, and dense segments.
 
     Args:
         policy: of the prompts.
         flash: whether FlashAttention attends those that it can.
     """
-    found = [policy]
+    found = [replace(policy, dense_last=0)]
     if policy.dense_last or not policy.is_band:
         found.append(everything(policy))
     return [each for each in found if not (flash and each.is_band)]

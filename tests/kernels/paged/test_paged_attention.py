@@ -21,6 +21,7 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.checks import check_triton_layout
 from sparsek_kernels.paged.cpu.native import build
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.reference import (
@@ -76,6 +77,8 @@ def test_any_batch(data: st.DataObject) -> None:
         query_tile=data.draw(st.sampled_from([2, 16, 64, 128])),
     )
     case = make_case(lengths, queries, num_decodes, page_size=data.draw(st.sampled_from([16, 64])))
+    left = data.draw(st.none() | st.tuples(*[st.integers(-70, 70)] * len(lengths)))
+    case.batch = replace(case.batch, prompt_left_host=left)
     check(case, StepPolicy(policy, SelectionPolicy()))
 
 
@@ -210,6 +213,26 @@ def test_last_queries_of_parts_see_everything() -> None:
         assert torch.equal(out[rows], whole[rows])
     unknown = replace(case.batch, seq_lens_host=None, query_lens_host=None, _derived={})
     assert torch.equal(run(replace(case, batch=unknown), policy), whole)
+
+
+@pytest.mark.parametrize("ends", [(96, 224, 320), (32, 256, 288, 320), (288, 320, 350)])
+def test_chunks_change_nothing_at_the_end_of_a_prompt(ends: tuple[int, ...]) -> None:
+    """The last 40 of 320 tokens are dense, in one chunk or two, and not what follows them."""
+    policy = SelectionPolicy(
+        num_sink=16, window_size=20, top_k=2, sel_block_size=32, query_tile=32, dense_last=40
+    )
+    whole = make_case([350], [350], 0)
+    whole.batch = replace(whole.batch, prompt_left_host=(-30,))
+    expected, got, begin = run(whole, policy), torch.empty_like(whole.q), 0
+    for end in ends:
+        batch = batch_of_lengths(whole.batch.block_table, [end - begin], [end])
+        batch = replace(batch, prompt_left_host=(320 - end,))
+        got[begin:end] = run(replace(whole, q=whole.q[begin:end], batch=batch), policy)
+        begin = end
+    torch.testing.assert_close(got[:begin], expected[:begin], atol=1e-6, rtol=1e-5)
+    sparse = run(whole, replace(policy, dense_last=0))
+    moved = (expected != sparse).flatten(1).any(1).nonzero().flatten().tolist()
+    assert moved == list(range(280, 320))
 
 
 def test_budget_over_context_is_dense() -> None:
@@ -367,10 +390,11 @@ def test_bad_arguments(change: dict[str, object], error: type[Exception], match:
     ("fields", "match"),
     [
         ({"query_lens_host": (1, 71)}, "q: expected at least 72 rows, .* got 71"),
+        ({"prompt_left_host": (0,)}, r"prompt_left_host: .* each of 2 requests, got 1"),
         ({"seq_lens_host": (40, 69)}, r"seq_lens: expected 70 .* for request 1, got 69"),
         ({"seq_lens_host": (40, 10**6)}, r"seq_lens: expected 70 .* for request 1, got 1000000"),
     ],
-    ids=["queries", "short", "long"],
+    ids=["queries", "prompts", "short", "long"],
 )
 def test_batches_that_do_not_fit(fields: dict[str, tuple[int, ...]], match: str) -> None:
     arguments = _arguments()

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from sparsek_kernels.paged import PagedBatch, SelectionPolicy, StepPolicy, attend_segment, scratch
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, everything, first_sparse, plan_step, split_queries
+from sparsek_kernels.paged.plan import (
+    Segment,
+    each_segment,
+    everything,
+    first_sparse,
+    plan_step,
+    split_queries,
+)
 from tests.kernels.paged.cache_cases import make_case, run
 
 EVERYTHING = SelectionPolicy()
@@ -46,6 +53,13 @@ def planned(
 
 def spans(found: tuple[Segment, ...]) -> list[tuple[int, list[int], SelectionPolicy]]:
     return [(s.batch.num_decodes, s.batch.seq_lens.tolist(), s.policy) for s in found]
+
+
+def rows_of(segment: Segment) -> list[int]:
+    """Rows of a segment that are not neighbours."""
+    assert isinstance(segment.rows, torch.Tensor)
+    assert segment.rows.dtype == torch.int64  # as index_copy_ takes them
+    return segment.rows.tolist()
 
 
 @given(
@@ -134,23 +148,52 @@ def test_windows_are_dense_up_to_the_very_position(length: int, dense: bool) -> 
     assert segment.policy.is_dense == dense
 
 
-def test_last_queries_of_sparse_prefills_come_again_as_dense_segments() -> None:
+def test_ends_of_sparse_prompts_come_again_as_one_dense_segment() -> None:
     policy = replace(TOPK, dense_last=64)
     batch = make_batch([900, 100, 4000, 5000, 6000], [1, 100, 300, 80, 40], 1)
-    decodes, short, sparse, *tails, whole = planned(batch, policy)
+    decodes, short, sparse, whole, tails = planned(batch, policy)
     assert spans((decodes, short, sparse)) == [
         (1, [900], DECODED),
         (0, [100], EVERYTHING),
         (0, [4000, 5000], TOPK),
     ]
-    assert [tail.policy for tail in tails] == [EVERYTHING] * 2
-    assert [tail.rows for tail in tails] == [slice(337, 401), slice(417, 481)]
-    assert [tail.batch.cu_seqlens_q.tolist() for tail in tails] == [[0, 64]] * 2
-    assert [tail.batch.seq_lens.tolist() for tail in tails] == [[4000], [5000]]
-    assert [(t.batch.max_query_len, t.batch.max_seq_len) for t in tails] == [(64, 4000), (64, 5000)]
-    assert tails[1].batch.block_table.tolist() == batch.block_table[3:4].tolist()
+    assert spans((tails,)) == [(0, [4000, 5000], EVERYTHING)]
+    assert rows_of(tails) == [*range(337, 401), *range(417, 481)]
+    assert tails.batch.cu_seqlens_q.tolist() == [0, 64, 128]
+    assert (tails.batch.max_query_len, tails.batch.max_seq_len) == (64, 5000)
+    assert torch.equal(tails.batch.block_table, batch.block_table[2:4])
     assert spans((whole,)) == [(0, [6000], EVERYTHING)]  # every query is among the last
     assert whole.rows == slice(None)
+
+
+def test_the_end_of_a_prompt_is_dense_whatever_chunks_it_comes_in() -> None:
+    policy = replace(TOPK, dense_last=64)
+    batch = make_batch(
+        [900, 3000, 4000, 3500, 4030, 100, 4010],
+        [1, 300, 300, 300, 300, 100, 10],
+        1,
+        prompt_left_host=(-1, 5000, 0, 20, -30, 0, -10),
+    )
+    _, sparse, short, recomputed, tails = planned(batch, policy)
+    assert spans((sparse, short, recomputed)) == [
+        (0, [3000, 4000, 3500, 4030], TOPK),
+        (0, [100], EVERYTHING),
+        (0, [4010], TOPK),
+    ]
+    last, straddling = range(301 + 236, 301 + 300), range(601 + 256, 601 + 300)
+    assert rows_of(tails) == [*last, *straddling, *range(901 + 206, 901 + 270)]
+    assert tails.batch.query_lens == (64, 44, 64)
+    assert tails.batch.seq_lens.tolist() == [4000, 3500, 4000]  # what follows a prompt is no key
+    assert tails.batch.seq_lens_host is None
+    assert tails.batch.max_seq_len == 4000
+
+
+def test_a_chunk_among_the_last_tokens_of_its_prompt_is_dense() -> None:
+    policy = replace(TOPK, dense_last=64)
+    batch = make_batch([4000, 5000], [30, 30], 0, prompt_left_host=(34, 35))
+    dense, sparse, tail = planned(batch, policy)
+    assert spans((dense, sparse)) == [(0, [4000], EVERYTHING), (0, [5000], TOPK)]
+    assert (tail.rows, tail.batch.query_lens) == (slice(31, 60), (29,))  # alone: nothing is copied
 
 
 @pytest.mark.parametrize("size", [32, 96])
@@ -161,12 +204,11 @@ def test_segments_attended_one_by_one_make_the_step(size: int) -> None:
     case = make_case([300, 60, 410, 333, 8], [1, 60, 400, 40, 8], 1, page_size=192)
     step = StepPolicy.of(policy)
     found = plan_step(case.batch, step)
-    assert [segment.policy.is_dense for segment in found] == [False, True, False, True, True, True]
+    assert [segment.policy.is_dense for segment in found] == [False, True, False, True, True]
     out = torch.full_like(case.q, float("nan"))
     operands = PagedOperands(case.q, case.k_cache, case.v_cache, out, 32**-0.5, case.k_summary)
-    for segment in found:
-        index = default_indexers(step).of(segment)
-        attend_segment(operands.of_rows(segment.rows), segment, index)
+    for mine, segment in each_segment(operands, found):
+        attend_segment(mine, segment, default_indexers(step).of(segment))
     assert torch.equal(out, run(case, policy))
 
 

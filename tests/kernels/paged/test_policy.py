@@ -41,6 +41,20 @@ aligned = st.builds(
 )
 
 
+@given(st.integers(0, 90), st.lists(st.tuples(st.integers(0, 200), st.integers(-300, 300))))
+def test_the_last_tokens_of_a_prompt(dense_last: int, chunks: list[tuple[int, int]]) -> None:
+    policy = SelectionPolicy(dense_last=dense_last)
+    expected = []
+    for count, left in chunks:
+        prompt = count + left  # ends so many rows after the chunk's first
+        rows = [row for row in range(count) if prompt - dense_last <= row < prompt]
+        assert list(range(*policy.last_rows(count, left))) == rows
+        expected.append(len(rows))
+    counts, left = np.array(chunks, dtype=np.int64).reshape(-1, 2).T
+    first, end = policy.last_rows(counts, left)
+    assert (end - first).tolist() == expected
+
+
 @settings(deadline=None, max_examples=200)
 @given(policies | aligned, st.lists(st.integers(0, 20_000), max_size=20))
 def test_arrays_follow_the_rule_of_their_positions(

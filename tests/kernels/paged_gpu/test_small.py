@@ -13,7 +13,7 @@ from problems import Problem, make_problem, select_phases
 from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.two_step import launch as two_step_launch
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from tests.kernels.launched import write_launched
+from tests.kernels.launched import run_launched, write_launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
@@ -98,6 +98,21 @@ def test_the_kernel_fills_pages_in_pieces(options: dict[str, Any]) -> None:
 def test_against_oracle(name: str) -> None:
     lengths, policy, options = CASES[name]
     oracle_check.check(make_problem(lengths, device=DEVICE, **options), policy)
+
+
+def test_ends_of_prompts() -> None:
+    """The whole of one, a part of the next one's, and one before what follows it: gathered rows."""
+    lengths = [(1, 301), (77, 390), (60, 300), (50, 420)]
+    problem = make_problem(lengths, num_decodes=1, device=DEVICE)
+    problem.batch = replace(problem.batch, prompt_left_host=(0, 0, 20, -10), _derived={})
+    oracle_check.fill(problem)
+    policy = oracle_check.without_records(replace(TOP_K, dense_last=32))
+    out = torch.full_like(problem.q, float("nan"))
+    run_launched(problem.operands(out), problem.batch, policy)
+    chosen = oracle_check.Chosen(problem, policy)
+    wanted = oracle_check.expected(problem, policy, chosen=chosen)
+    error = (out.double().cpu() - wanted).abs().max().item()
+    assert error <= oracle_check.TOLERANCE[problem.q.dtype]
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1], ids=["prefill", "decode"])

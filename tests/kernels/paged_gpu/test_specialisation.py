@@ -166,6 +166,7 @@ def test_a_server_compiles_before_its_first_request(
             max_seq_len=max(lengths),
             seq_lens_host=tuple(lengths),
             query_lens_host=tuple(counts),
+            prompt_left_host=tuple(chance.choice([0, 40, 9000]) for _ in counts),
         )
         assert launched(batch) <= known, (counts, lengths)
 

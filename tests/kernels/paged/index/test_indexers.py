@@ -23,7 +23,7 @@ from sparsek_kernels.paged import (
     select_blocks,
 )
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, plan_step
+from sparsek_kernels.paged.plan import Segment, each_segment, plan_step
 from sparsek_kernels.paged.reference import gather_sequence
 from tests.kernels.paged.cache_cases import Case, make_case, run
 
@@ -144,8 +144,8 @@ def test_a_step_is_cut_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
         operands = PagedOperands(
             layer.q, layer.k_cache, layer.v_cache, out, 32**-0.5, layer.k_summary
         )
-        for segment in plan_step(layer.batch, step):
-            attend_segment(operands.of_rows(segment.rows), segment, indexers.of(segment))
+        for mine, segment in each_segment(operands, plan_step(layer.batch, step)):
+            attend_segment(mine, segment, indexers.of(segment))
         assert torch.equal(out, run(layer, replace(TILES, dense_last=20)))
     assert cuts == [step]
     run(layers[0], TILES)
