@@ -78,22 +78,3 @@ def model_folder(name: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
     if Path(name).is_dir() and name not in SHAPES:
         return Path(name), {}
     return write_shape(name, scratch), {"load_format": "dummy"}
-
-
-def write_number_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Give a shape without weights a tokenizer: token 123 is the word "123".
-
-    Token 0, which no prompt has, is a long word: vLLM refuses text with more characters than tokens
-    of its longest word would have, and words of six digits come with a blank between.
-    """
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<unknown>": 0, **{str(index): index for index in range(1, vocab_size)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unknown>").save_pretrained(
-        folder
-    )
