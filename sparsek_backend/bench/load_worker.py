@@ -186,9 +186,11 @@ async def _measure(job: Mapping[str, Any]) -> None:
                 file.add({"backend": backend, "rate": rate, **asdict(answer)})
                 counter.add(answer)
 
-            await send_sessions(sessions, words, server.ask, keep, rate=rate, budget=job["budget"])
-            over = await server.describe(ours=job["settings"] is not None)
-            file.add({"backend": backend, "rate": rate, "over": over})
+            seconds = await send_sessions(
+                sessions, words, server.ask, keep, rate=rate, budget=job["budget"]
+            )
+            said = await server.describe(ours=job["settings"] is not None)
+            file.add({"backend": backend, "rate": rate, "over": {"seconds": seconds, **said}})
     finally:
         engine.shutdown()
 

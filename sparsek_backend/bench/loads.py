@@ -52,6 +52,10 @@ class Spread:
         drawn = numbers.lognormvariate(math.log(self.median), self.deviation)
         return min(drawn, self.most)
 
+    def scaled(self, share: float) -> Spread:
+        """Numbers that are this share of these."""
+        return Spread(self.median * share, self.deviation, self.most * share)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -79,10 +83,13 @@ class Load:
         """The load with prompts and times to think that are this share."""
         if not 0 < share <= 1:
             raise ValueError(f"scale: expected a share of 1 at most, got {share}")
-        names = ("start", "added", "think")
-        found: dict[str, Spread] = {name: getattr(self, name) for name in names}
-        less = {n: Spread(s.median * share, s.deviation, s.most * share) for n, s in found.items()}
-        return replace(self, shared=int(self.shared * share), **less)
+        return replace(
+            self,
+            start=self.start.scaled(share),
+            added=self.added.scaled(share),
+            think=self.think.scaled(share),
+            shared=int(self.shared * share),
+        )
 
 
 _NOTHING = Spread(1, 0, 1)
@@ -185,8 +192,9 @@ def _draw_turns(load: Load, numbers: random.Random, cached: int) -> list[Turn]:
 def describe_sessions(sessions: Sequence[Session]) -> dict[str, Any]:
     """Numbers of sessions and turns, the spread of their sizes, and the share of ideal hits."""
     turns = [turn for session in sessions for turn in session.turns]
-    sizes = {
-        "prompt_tokens": [turn.prompt for turn in turns],
+    prompts = [turn.prompt for turn in turns]
+    sizes: dict[str, list[float]] = {
+        "prompt_tokens": [*prompts],
         "tokens_not_cached": [turn.prompt - turn.cached for turn in turns],
         "output_tokens": [turn.output for turn in turns],
         "think_s": [turn.think for session in sessions for turn in session.turns[1:]],
@@ -195,7 +203,7 @@ def describe_sessions(sessions: Sequence[Session]) -> dict[str, Any]:
     return {
         "sessions": len(sessions),
         "requests": len(turns),
-        "ideal_hit_share": sum(turn.cached for turn in turns) / sum(sizes["prompt_tokens"]),
+        "ideal_hit_share": sum(turn.cached for turn in turns) / sum(prompts),
         **{name: _spread(values) for name, values in sizes.items() if values},
     }
 
