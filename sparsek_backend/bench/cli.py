@@ -181,7 +181,9 @@ class LoadOptions:
     """What `load` sends, and which answers are good."""
 
     load: Annotated[str, typer.Option(help=f"One of {', '.join(LOADS)}.")] = "documents-32k"
-    requests: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 60
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests at each rate; the load's own if left out.")
+    ] = None
     budget_seconds: Annotated[
         float, typer.Option(help="A rate is cut off after this; what is under way is not good.")
     ] = 150.0
@@ -200,8 +202,13 @@ class LoadOptions:
         float | None, typer.Option(help="Seconds per token behind the first, on average.")
     ] = None
 
+    only: Annotated[
+        str | None, typer.Option(help="Measure this backend alone, such as SPARSEK.")
+    ] = None
+
     def plan(self, **others: Any) -> LoadPlan:
         """The plan of these options and the others."""
+        load = load_named(self.load)
         given = {
             "first": self.first_limit,
             "later": self.later_limit,
@@ -211,10 +218,11 @@ class LoadOptions:
         return LoadPlan(
             load=self.load,
             scale=self.scale,
-            requests=self.requests,
+            requests=load.requests if self.requests is None else self.requests,
             budget=self.budget_seconds,
-            limits=replace(load_named(self.load).limits, **set_here),
+            limits=replace(load.limits, **set_here),
             seed=self.seed,
+            only=self.only,
             **others,
         )
 

@@ -43,6 +43,7 @@ class LoadPlan:
         baseline: vLLM backend to compare with, None for vLLM's own choice.
         engine: further arguments of the engine.
         seed: of the sessions.
+        only: name of the one backend that is measured; None measures both.
     """
 
     model: str
@@ -56,8 +57,12 @@ class LoadPlan:
     baseline: str | None
     engine: Mapping[str, Any]
     seed: int = 0
+    only: str | None = None
 
     def __post_init__(self) -> None:
+        if self.only not in (None, *self.backends):
+            names = " or ".join(self.backends)
+            raise ValueError(f"only: expected {names}, got {self.only!r}")
         for name in ("rates", "budget"):
             value = getattr(self, name)
             if not value or min(value if name == "rates" else (value,)) <= 0:
@@ -95,11 +100,11 @@ def run_load(
         WorkerError: an engine failed; the message names the backend.
     """
     kept = asdict(plan)
-    free = {name: kept.pop(name) for name in ("rates", "limits", "budget")}
+    free = {name: kept.pop(name) for name in ("rates", "limits", "budget", "only")}
     with tempfile.TemporaryDirectory(prefix="sparsek-shape-") as folder:
         model, loading = model_folder(plan.model, Path(folder))
         file = LoadFile(path, kept, asdict(machine))
-        for name in plan.backends:
+        for name in (plan.only,) if plan.only else plan.backends:
             if next_rate(file.read(), name, plan.rates, plan.limits) is None:
                 continue
             file.check_machine()

@@ -2,6 +2,7 @@
 
 The file is JSON lines: the plan, then a line for each request as it ends, and one for each rate
 that is over. A rate without such a line was interrupted; measured again, its requests are the same.
+Files of one plan may be put together as they are, one behind the other.
 """
 
 from __future__ import annotations
@@ -110,9 +111,11 @@ class LoadFile:
         path.write_text(kept, encoding="utf-8")
         if not kept:
             self.add({"plan": plan, "machine": machine})
-        head = json.loads(path.read_text(encoding="utf-8").split("\n")[0])
-        self.machine: dict[str, Any] = head["machine"]
-        self._refuse_other(head["plan"], json.loads(json.dumps(plan)))
+        heads = [line for line in self._lines() if "plan" in line]
+        self.machine: dict[str, Any] = heads[0]["machine"]
+        for head in heads:
+            self._refuse_other(head["plan"], json.loads(json.dumps(plan)))
+            self._refuse_other(head["machine"], self.machine)
 
     def check_machine(self) -> None:
         """Raise a ValueError if the lines were measured on another machine than this."""
@@ -126,6 +129,9 @@ class LoadFile:
                 f"name: {self._path} was measured with {said}; give this run another name"
             )
 
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self._path.read_text(encoding="utf-8").splitlines()]
+
     def add(self, line: Mapping[str, Any]) -> None:
         """Write one line at once."""
         with self._path.open("a", encoding="utf-8") as file:
@@ -134,8 +140,9 @@ class LoadFile:
     def read(self) -> Results:
         """Everything that was measured; of a request that was measured twice the later."""
         results: Results = {}
-        for text in self._path.read_text(encoding="utf-8").splitlines()[1:]:
-            line = json.loads(text)
+        for line in self._lines():
+            if "plan" in line:
+                continue
             measured = results.setdefault((line.pop("backend"), line.pop("rate")), Measured())
             if "over" in line:
                 measured.over = line["over"]
@@ -205,13 +212,15 @@ def _row(backend: str, rate: float, measured: Measured, limits: Limits) -> Row:
             row[f"{kind}_{name}_ms"] = _quantile(times, share)
     prompts = sum(answer.prompt for answer in whole) or 1
     return row | {
+        "prompt_p50_tokens": _quantile(sorted(answer.prompt for answer in whole), 0.5),
+        "output_p50_tokens": _quantile(sorted(answer.tokens for answer in whole), 0.5),
         "hit_share": sum(answer.cached for answer in whole) / prompts,
         "ideal_hit_share": sum(answer.ideal for answer in whole) / prompts,
         **(measured.over or {}),
     }
 
 
-def _quantile(times: Sequence[float], share: float) -> float | None:
-    if not times:
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    if not ordered:
         return None
-    return statistics.median(times) if share == 0.5 else quantile(times, share)
+    return statistics.median(ordered) if share == 0.5 else quantile(ordered, share)

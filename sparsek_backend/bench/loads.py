@@ -68,6 +68,9 @@ class Load:
         think: seconds from an answer to the session's next turn.
         turns: fewest and most turns of a session.
         shared: tokens with which all sessions begin.
+        requests: turns at each rate, unless another number is asked for. Sessions of many turns
+            take more than a rate's time allows: at the end of a load that runs out there are too
+            few of them.
         limits: of good answers, unless others are asked for.
     """
 
@@ -77,6 +80,7 @@ class Load:
     think: Spread
     turns: tuple[int, int]
     shared: int
+    requests: int
     limits: Limits
 
     def scaled(self, share: float) -> Load:
@@ -103,6 +107,7 @@ LOADS = {
         think=_NOTHING,
         turns=(1, 1),
         shared=0,
+        requests=60,
         limits=Limits(first=4.0, later=4.0, per_token=0.05),
     ),
     "documents-128k": Load(
@@ -112,6 +117,7 @@ LOADS = {
         think=_NOTHING,
         turns=(1, 1),
         shared=0,
+        requests=60,
         limits=Limits(first=30.0, later=30.0, per_token=0.1),
     ),
     "agent": Load(
@@ -121,6 +127,7 @@ LOADS = {
         think=Spread(2, 1.0, 20),
         turns=(4, 8),
         shared=8192,
+        requests=600,
         limits=Limits(first=7.0, later=2.5, per_token=0.05),
     ),
 }

@@ -21,17 +21,19 @@ _LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_LLAMA_8B = {
+    **_LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-    },
+    "llama-3.1-8b": _LLAMA_8B,
     "llama-3.2-1b": {
         **_LLAMA,
         "hidden_size": 2048,
@@ -43,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "llama-3.1-8b-quarter": {**_LLAMA_8B, "num_hidden_layers": 8},
     "tiny": {
         **_LLAMA,
         "hidden_size": 128,

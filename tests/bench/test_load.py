@@ -285,6 +285,28 @@ def test_a_whole_file_is_judged_anew_without_an_engine(
     assert len(run_load(plan(rates=(3.0,)), MACHINE, path, lambda _: None)) == 6
 
 
+def test_backends_are_measured_apart_and_their_files_put_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    jobs: list[dict[str, Any]] = []
+    monkeypatch.setattr(load, "run_worker", fake_worker(jobs))
+    joined = tmp_path / "joined.jsonl"
+    for name in BACKENDS:
+        path = tmp_path / f"{name}.jsonl"
+        rows = run_load(plan(only=name), MACHINE, path, lambda _: None)
+        assert {row["backend"] for row in rows} == {name}
+        with joined.open("a") as file:
+            file.write(path.read_text())
+    rows = run_load(plan(), MACHINE, joined, lambda _: None)
+    assert len(jobs) == 2
+    assert [row["gain"] for row in rows if row["best"]] == [1.0, 2.0]
+    run_load(plan(requests=13, only="SPARSEK"), MACHINE, tmp_path / "other.jsonl", lambda _: None)
+    with joined.open("a") as file:
+        file.write((tmp_path / "other.jsonl").read_text())
+    with pytest.raises(ValueError, match="measured with requests 13 and not 12"):
+        run_load(plan(), MACHINE, joined, lambda _: None)
+
+
 def test_progress_says_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(0.5, requests=4, limits=LIMITS, budget=30)
     for end, finished in ((6.0, True), (7.0, True), (20.0, False)):
@@ -302,6 +324,7 @@ def test_progress_says_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str
         (["--load", "songs"], "load: expected one of documents-32k, documents-128k, agent"),
         (["--rate", "0"], "rates: expected positive numbers"),
         (["--budget-seconds", "0"], "budget: expected positive numbers"),
+        (["--only", "OTHER"], "only: expected vLLM's own or SPARSEK, got 'OTHER'"),
         (["--first-limit", "0"], "limits: expected a positive first"),
         (["--scale", "2"], "scale: expected a share"),
         (["--model", "no-such-model"], "model: expected a folder or one of"),
