@@ -186,7 +186,7 @@ class LoadOptions:
     ] = None
     budget_seconds: Annotated[
         float, typer.Option(help="A rate is cut off after this; what is under way is not good.")
-    ] = 150.0
+    ] = 180.0
     scale: Annotated[
         float, typer.Option(help="Share of the prompts' tokens and times to think.")
     ] = 1.0

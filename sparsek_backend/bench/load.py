@@ -63,10 +63,10 @@ class LoadPlan:
         if self.only not in (None, *self.backends):
             names = " or ".join(self.backends)
             raise ValueError(f"only: expected {names}, got {self.only!r}")
-        for name in ("rates", "budget"):
-            value = getattr(self, name)
-            if not value or min(value if name == "rates" else (value,)) <= 0:
-                raise ValueError(f"{name}: expected positive numbers, got {value}")
+        if not self.rates or min(self.rates) <= 0:
+            raise ValueError(f"rate: expected positive numbers, got {self.rates}")
+        if self.budget <= 0:
+            raise ValueError(f"budget_seconds: expected a positive number, got {self.budget}")
 
     @property
     def backends(self) -> tuple[str, str]:

@@ -69,22 +69,15 @@ class Answer:
 
 @dataclass
 class Measured:
-    """One backend at one rate; ``over`` has what the server said of itself when it was over."""
+    """One backend at one rate; ``over`` is what the worker said when it was over, else empty."""
 
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
-    over: Mapping[str, Any] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """From the first arrival until the last answer, or until the rest was cut off."""
-        if self.over is not None:
-            return float(self.over["seconds"])
-        return max(answer.end for answer in self.answers.values())
+    over: Mapping[str, Any] = field(default_factory=dict)
 
     def goodput(self, limits: Limits) -> float:
         """Requests a second that came whole and in time."""
         good = sum(answer.keeps(limits) for answer in self.answers.values())
-        return good / self.seconds if good else 0.0
+        return good / float(self.over["seconds"])
 
 
 Results = dict[tuple[str, float], Measured]
@@ -159,7 +152,7 @@ def next_rate(
     best = 0.0
     for rate in sorted(rates):
         measured = results.get((backend, rate))
-        if measured is None or measured.over is None:
+        if measured is None or not measured.over:
             return rate
         goodput = measured.goodput(limits)
         best = max(best, goodput)
@@ -169,7 +162,7 @@ def next_rate(
 
 
 def load_rows(results: Results, backends: Sequence[str], limits: Limits) -> list[Row]:
-    """A row for each rate and backend; ``best`` marks the rate at which a backend does most.
+    """A row for each rate that is over; ``best`` marks the rate at which a backend does most.
 
     ``gain`` in such a row is its goodput over the best of the first backend.
     """
@@ -177,7 +170,7 @@ def load_rows(results: Results, backends: Sequence[str], limits: Limits) -> list
         _row(backend, rate, results[backend, rate], limits)
         for rate in sorted({rate for _, rate in results})
         for backend in backends
-        if results.get((backend, rate), Measured()).answers
+        if results.get((backend, rate), Measured()).over
     ]
     base: float | None = None
     for backend in backends:
@@ -194,14 +187,13 @@ def load_rows(results: Results, backends: Sequence[str], limits: Limits) -> list
 def _row(backend: str, rate: float, measured: Measured, limits: Limits) -> Row:
     """One backend at one rate; times in milliseconds, of whole answers."""
     whole = [answer for answer in measured.answers.values() if answer.finished]
-    seconds = measured.seconds
     row: Row = {
         "backend": backend,
         "rate": rate,
         "requests": len(measured.answers),
         "answered": len(whole),
-        "seconds": seconds,
-        "throughput": len(whole) / seconds,
+        "seconds": measured.over["seconds"],
+        "throughput": len(whole) / measured.over["seconds"],
         "goodput": measured.goodput(limits),
         "best": False,
         "gain": None,
@@ -216,7 +208,7 @@ def _row(backend: str, rate: float, measured: Measured, limits: Limits) -> Row:
         "output_p50_tokens": _quantile(sorted(answer.tokens for answer in whole), 0.5),
         "hit_share": sum(answer.cached for answer in whole) / prompts,
         "ideal_hit_share": sum(answer.ideal for answer in whole) / prompts,
-        **(measured.over or {}),
+        **measured.over,
     }
 
 

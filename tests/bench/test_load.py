@@ -145,7 +145,7 @@ def measured(good: int, late: int, seconds: float, over: bool = True) -> Measure
         for n in range(good + late)
     }
     limits_kept = {key: replace(a, end=(a.first or 0) + 0.1) for key, a in answers.items()}
-    return Measured(limits_kept, {"seconds": seconds, "attended_share": 0.5} if over else None)
+    return Measured(limits_kept, {"seconds": seconds} if over else {})
 
 
 def test_each_backend_is_judged_at_its_own_best_rate() -> None:
@@ -285,6 +285,11 @@ def test_a_whole_file_is_judged_anew_without_an_engine(
     assert len(run_load(plan(rates=(3.0,)), MACHINE, path, lambda _: None)) == 6
 
 
+def test_a_rate_that_is_not_over_is_not_judged() -> None:
+    results = {("FLASH_ATTN", 1.0): measured(8, 0, 10), ("SPARSEK", 1.0): measured(9, 0, 1, False)}
+    assert [row["backend"] for row in load_rows(results, BACKENDS, LIMITS)] == ["FLASH_ATTN"]
+
+
 def test_backends_are_measured_apart_and_their_files_put_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -322,8 +327,8 @@ def test_progress_says_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str
     ("extra", "message"),
     [
         (["--load", "songs"], "load: expected one of documents-32k, documents-128k, agent"),
-        (["--rate", "0"], "rates: expected positive numbers"),
-        (["--budget-seconds", "0"], "budget: expected positive numbers"),
+        (["--rate", "0"], "rate: expected positive numbers"),
+        (["--budget-seconds", "0"], "budget_seconds: expected a positive number"),
         (["--only", "OTHER"], "only: expected vLLM's own or SPARSEK, got 'OTHER'"),
         (["--first-limit", "0"], "limits: expected a positive first"),
         (["--scale", "2"], "scale: expected a share"),
