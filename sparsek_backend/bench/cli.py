@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,16 @@ from rich.markup import escape
 
 from sparsek_backend.bench.ceilings import measure_ceilings
 from sparsek_backend.bench.compare import compare_rows
+from sparsek_backend.bench.load import (
+    LoadPlan,
+    load_named,
+    load_table,
+    open_ends,
+    run_load,
+    sessions_table,
+    write_load,
+)
+from sparsek_backend.bench.loads import LOADS
 from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.plots import plot_csv
 from sparsek_backend.bench.registry import OURS
@@ -26,7 +36,7 @@ from sparsek_backend.bench.serve import (
     serve_table,
     write_results,
 )
-from sparsek_backend.bench.shapes import SHAPES, write_number_tokenizer, write_shape
+from sparsek_backend.bench.shapes import SHAPES
 from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.command_line import fail, failing_on, grouped
 from sparsek_backend.config import resolve_config
@@ -38,6 +48,11 @@ app = typer.Typer(
     help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True, add_completion=False
 )
 console = Console(width=None)
+
+_MODEL = typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}.")
+_SETTINGS = typer.Option(help="Our settings as JSON; default settings if {}.")
+_BASELINE = typer.Option(help="vLLM backend to compare with; vLLM's own choice if left out.")
+_COMMIT = typer.Option(help="Commit to record where there is no git.")
 
 
 @app.command("list")
@@ -59,7 +74,7 @@ def kernels(
         str, typer.Option(help="cuda or cpu; auto takes CUDA if it is there.")
     ] = "auto",
     budget_ms: Annotated[float, typer.Option(help="Time for the samples of one case.")] = 400.0,
-    commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
+    commit: Annotated[str, _COMMIT] = "",
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "kernels",
     check: Annotated[bool, typer.Option(help="Exit 1 when a bar is not met.")] = False,
 ) -> None:
@@ -134,33 +149,24 @@ class CaseOptions:
 @app.command()
 @grouped
 def serve(
-    model: Annotated[
-        str, typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}.")
-    ],
+    model: Annotated[str, _MODEL],
     out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and plot.")],
     engine: EngineOptions,
     cases: CaseOptions,
-    sparsek: Annotated[
-        str, typer.Option(help="Our settings as JSON; default settings if {}.")
-    ] = "{}",
-    baseline: Annotated[
-        str | None,
-        typer.Option(help="vLLM backend to compare with; vLLM's own choice if left out."),
-    ] = None,
+    sparsek: Annotated[str, _SETTINGS] = "{}",
+    baseline: Annotated[str | None, _BASELINE] = None,
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "serve",
-    commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
+    commit: Annotated[str, _COMMIT] = "",
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
     with failing_on(ValueError, ImportError, RuntimeError):
-        if baseline is not None and baseline.upper() == BACKEND_NAME:
-            raise ValueError(f"baseline: expected another backend than ours, got {baseline!r}")
         options: dict[str, Any] = asdict(cases)
         wanted = parse_cases(options.pop("context") or ["2k"], options.pop("requests") or [1])
         plan = ServePlan(
             model=model,
             cases=wanted,
             settings=_settings(sparsek),
-            baseline=baseline,
+            baseline=_other(baseline),
             engine=engine.arguments(),
             **options,
         )
@@ -170,20 +176,100 @@ def serve(
         console.print(f"wrote {path}")
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `load` sends, and which answers are good."""
+
+    load: Annotated[str, typer.Option(help=f"One of {', '.join(LOADS)}.")] = "documents-32k"
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests at each rate; the load's own if left out.")
+    ] = None
+    budget_seconds: Annotated[
+        float, typer.Option(help="A rate is cut off after this; what is under way is not good.")
+    ] = 180.0
+    scale: Annotated[
+        float, typer.Option(help="Share of the prompts' tokens and times to think.")
+    ] = 1.0
+    seed: Annotated[int, typer.Option(help="Of the sessions.")] = 0
+    first_limit: Annotated[
+        float | None,
+        typer.Option(help="Seconds to the first token of a session; the load's own if left out."),
+    ] = None
+    later_limit: Annotated[
+        float | None, typer.Option(help="The same of a session's later turns.")
+    ] = None
+    token_limit: Annotated[
+        float | None, typer.Option(help="Seconds per token behind the first, on average.")
+    ] = None
+
+    only: Annotated[
+        str | None, typer.Option(help="Measure this backend alone, such as SPARSEK.")
+    ] = None
+
+    def plan(self, **others: Any) -> LoadPlan:
+        """The plan of these options and the others."""
+        load = load_named(self.load)
+        given = {
+            "first": self.first_limit,
+            "later": self.later_limit,
+            "per_token": self.token_limit,
+        }
+        set_here = {name: value for name, value in given.items() if value is not None}
+        return LoadPlan(
+            load=self.load,
+            scale=self.scale,
+            requests=load.requests if self.requests is None else self.requests,
+            budget=self.budget_seconds,
+            limits=replace(load.limits, **set_here),
+            seed=self.seed,
+            only=self.only,
+            **others,
+        )
+
+
 @app.command()
-def shape(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
-    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+@grouped
+def load(
+    model: Annotated[str, _MODEL],
+    out: Annotated[Path, typer.Option(help="Folder for JSON lines, CSV and JSON.")],
+    rate: Annotated[list[float], typer.Option(help="Sessions that begin a second. Repeatable.")],
+    engine: EngineOptions,
+    options: LoadOptions,
+    sparsek: Annotated[str, _SETTINGS] = "{}",
+    baseline: Annotated[str | None, _BASELINE] = None,
+    name: Annotated[
+        str, typer.Option(help="Stem of the result files. Those of one that was cut off go on.")
+    ] = "load",
+    commit: Annotated[str, _COMMIT] = "",
 ) -> None:
-    """Write a model of random weights, which `vllm serve FOLDER --load-format dummy` serves."""
-    with failing_on(ValueError, ImportError, OSError):
-        write_shape(name, folder)
-        write_number_tokenizer(folder, SHAPES[name]["vocab_size"])
-    console.print(f"wrote {folder}")
+    """Goodput under a server's load: vLLM's own backend and SPARSEK, each at its best rate."""
+    with failing_on(ValueError, ImportError, RuntimeError):
+        plan = options.plan(
+            model=model,
+            rates=tuple(rate),
+            settings=_settings(sparsek),
+            baseline=_other(baseline),
+            engine=engine.arguments(),
+        )
+        console.print(sessions_table(plan))
+        machine = describe_machine(choose_device(), commit)
+        rows = run_load(plan, machine, out / f"{name}.jsonl", _say)
+    console.print(load_table(plan, rows))
+    for line in open_ends(rows):
+        console.print(line, highlight=False)
+    for path in write_load(out, name, plan, rows):
+        console.print(f"wrote {path}")
 
 
 def _say(line: str) -> None:
     console.print(f"[dim]{escape(line)}[/dim]", highlight=False)
+
+
+def _other(baseline: str | None) -> str | None:
+    """The baseline, if it is not our own backend."""
+    if baseline is not None and baseline.upper() == BACKEND_NAME:
+        raise ValueError(f"baseline: expected another backend than ours, got {baseline!r}")
+    return baseline
 
 
 def _settings(text: str) -> dict[str, object]:

@@ -146,12 +146,12 @@ def _row(
         "samples": sum(len(one["cases"][index]["ttft_s"]) for one in rounds),
         "attended_share": rounds[0]["attended_share"],
         "kv_cache_tokens": rounds[0]["kv_cache_tokens"],
-        "settings": _settings_text(plan.settings) if name == BACKEND_NAME else "",
+        "settings": settings_text(plan.settings) if name == BACKEND_NAME else "",
         **asdict(machine),
     }
 
 
-def _settings_text(settings: Mapping[str, Any]) -> str:
+def settings_text(settings: Mapping[str, Any]) -> str:
     """Settings as a row has them."""
     return " ".join(f"{key}={value}" for key, value in settings.items()) or "defaults"
 

@@ -21,17 +21,19 @@ _LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_LLAMA_8B = {
+    **_LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-    },
+    "llama-3.1-8b": _LLAMA_8B,
     "llama-3.2-1b": {
         **_LLAMA,
         "hidden_size": 2048,
@@ -43,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "llama-3.1-8b-quarter": {**_LLAMA_8B, "num_hidden_layers": 8},
     "tiny": {
         **_LLAMA,
         "hidden_size": 128,
@@ -78,22 +81,3 @@ def model_folder(name: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
     if Path(name).is_dir() and name not in SHAPES:
         return Path(name), {}
     return write_shape(name, scratch), {"load_format": "dummy"}
-
-
-def write_number_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Give a shape without weights a tokenizer: token 123 is the word "123".
-
-    Token 0, which no prompt has, is a long word: vLLM refuses text with more characters than tokens
-    of its longest word would have, and words of six digits come with a blank between.
-    """
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<unknown>": 0, **{str(index): index for index in range(1, vocab_size)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unknown>").save_pretrained(
-        folder
-    )

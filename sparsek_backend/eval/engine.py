@@ -30,6 +30,7 @@ def open_engine(
     settings: Mapping[str, Any] | None,
     baseline: str | None = None,
     in_process: bool = True,
+    create: Callable[..., Any] | None = None,
     **arguments: Any,
 ) -> Any:
     """A `vllm.LLM`.
@@ -40,6 +41,7 @@ def open_engine(
         baseline: that other backend; None is vLLM's own choice.
         in_process: whether the engine core runs in this process, so that its counters can be read
             here; False is how a server runs it.
+        create: makes another engine of the same arguments.
         **arguments: further arguments of `vllm.LLM`.
 
     Raises:
@@ -66,7 +68,7 @@ def open_engine(
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         arguments.setdefault("enforce_eager", True)
-    return LLM(model=model, seed=0, disable_log_stats=False, **chosen, **arguments)
+    return (create or LLM)(model=model, seed=0, disable_log_stats=False, **chosen, **arguments)
 
 
 def ensure_entry_point() -> None:

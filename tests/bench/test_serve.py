@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -94,25 +93,6 @@ def test_shapes_are_consistent(name: str, tmp_path: Path) -> None:
     config = json.loads((write_shape(name, tmp_path) / "config.json").read_text())
     assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
     assert config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]
-
-
-def test_prompts_of_a_shape_are_not_too_long_for_vllm(tmp_path: Path) -> None:
-    """vLLM refuses text of more characters than tokens of the longest word would have."""
-    from transformers import AutoTokenizer
-
-    assert CliRunner().invoke(app, ["shape", "llama-3.1-8b", str(tmp_path)]).exit_code == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(tokenizer) == json.loads((tmp_path / "config.json").read_text())["vocab_size"]
-    ids = random.Random(0).choices(range(100, len(tokenizer)), k=2000)
-    prompt = tokenizer.decode(ids)
-    assert tokenizer(prompt).input_ids == ids
-    assert len(prompt) <= len(ids) * max(map(len, tokenizer.get_vocab()))
-
-
-def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["shape", "llama-9", str(tmp_path / "new")])
-    assert result.exit_code == 2
-    assert "model: expected a folder or one of" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,222 @@
+"""Loads of a server: sessions of turns that arrive at random, drawn from a seed.
+
+A document with its question is a session of one turn. The turns of an agent share a prefix that
+grows: each prompt is the prompt before, its answer, and what a tool returned.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sparsek_backend.bench.timing import quantile
+
+LONGEST = 131072
+"""Tokens of prompt and answer that no turn exceeds; a session ends before."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a good answer keeps to.
+
+    Args:
+        first: seconds to the first token of a session's first turn.
+        later: the same of its later turns, whose prefix was computed before.
+        per_token: seconds per output token behind the first, on average.
+    """
+
+    first: float
+    later: float
+    per_token: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"limits: expected a positive {name}, got {value}")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Log-normal numbers: their median, the deviation of their logarithm, their largest."""
+
+    median: float
+    deviation: float
+    most: float
+
+    def draw(self, numbers: random.Random) -> float:
+        """One number."""
+        drawn = numbers.lognormvariate(math.log(self.median), self.deviation)
+        return min(drawn, self.most)
+
+    def scaled(self, share: float) -> Spread:
+        """Numbers that are this share of these."""
+        return Spread(self.median * share, self.deviation, self.most * share)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What sessions are drawn from.
+
+    Args:
+        start: prompt tokens of a session's first turn.
+        added: tokens that come behind an answer in the next turn's prompt.
+        output: tokens of an answer.
+        think: seconds from an answer to the session's next turn.
+        turns: fewest and most turns of a session.
+        shared: tokens with which all sessions begin.
+        requests: turns at each rate, unless another number is asked for. Sessions of many turns
+            take more than a rate's time allows: at the end of a load that runs out there are too
+            few of them.
+        limits: of good answers, unless others are asked for.
+    """
+
+    start: Spread
+    added: Spread
+    output: Spread
+    think: Spread
+    turns: tuple[int, int]
+    shared: int
+    requests: int
+    limits: Limits
+
+    def scaled(self, share: float) -> Load:
+        """The load with prompts and times to think that are this share."""
+        if not 0 < share <= 1:
+            raise ValueError(f"scale: expected a share of 1 at most, got {share}")
+        return replace(
+            self,
+            start=self.start.scaled(share),
+            added=self.added.scaled(share),
+            think=self.think.scaled(share),
+            shared=int(self.shared * share),
+        )
+
+
+_NOTHING = Spread(1, 0, 1)
+_ANSWER = Spread(128, 0.25, 256)
+
+LOADS = {
+    "documents-32k": Load(
+        start=Spread(32768, 0.15, 49152),
+        added=_NOTHING,
+        output=_ANSWER,
+        think=_NOTHING,
+        turns=(1, 1),
+        shared=0,
+        requests=60,
+        limits=Limits(first=4.0, later=4.0, per_token=0.05),
+    ),
+    "documents-128k": Load(
+        start=Spread(LONGEST - 256, 0, LONGEST - 256),
+        added=_NOTHING,
+        output=_ANSWER,
+        think=_NOTHING,
+        turns=(1, 1),
+        shared=0,
+        requests=60,
+        limits=Limits(first=30.0, later=30.0, per_token=0.1),
+    ),
+    "agent": Load(
+        start=Spread(54000, 0.35, 100000),
+        added=Spread(2000, 1.0, 16000),
+        output=Spread(400, 0.6, 2000),
+        think=Spread(2, 1.0, 20),
+        turns=(4, 8),
+        shared=8192,
+        requests=600,
+        limits=Limits(first=7.0, later=2.5, per_token=0.05),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session.
+
+    Args:
+        think: seconds from the answer before to this turn; 0 in the first.
+        added: tokens of its prompt behind the prompt before and its answer.
+        prompt: tokens of its prompt.
+        output: tokens of its answer.
+        cached: tokens of its prompt that a prefix cache without end would have.
+    """
+
+    think: float
+    added: int
+    prompt: int
+    output: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """Turns, the first of which comes at ``arrival``; the mean gap of sessions is 1."""
+
+    arrival: float
+    turns: tuple[Turn, ...]
+
+
+def draw_sessions(load: Load, requests: int, seed: int = 0) -> list[Session]:
+    """Sessions with so many turns together; more requests begin with the same sessions.
+
+    Raises:
+        ValueError: fewer than one request.
+    """
+    if requests < 1:
+        raise ValueError(f"requests: expected a positive integer, got {requests}")
+    sessions: list[Session] = []
+    arrival = 0.0
+    while requests > 0:
+        numbers = random.Random(f"{seed} {len(sessions)}")
+        turns = _draw_turns(load, numbers, load.shared if sessions else 0)[:requests]
+        sessions.append(Session(arrival, tuple(turns)))
+        arrival += numbers.expovariate(1.0)
+        requests -= len(turns)
+    return sessions
+
+
+def _draw_turns(load: Load, numbers: random.Random, cached: int) -> list[Turn]:
+    turns: list[Turn] = []
+    prompt, think = 0, 0.0
+    added = max(load.shared + 1, round(load.start.draw(numbers)))
+    for _ in range(numbers.randint(*load.turns)):
+        output = max(2, round(load.output.draw(numbers)))
+        prompt += added
+        if turns and prompt + output > LONGEST:
+            break
+        turns.append(Turn(think, added, prompt, output, cached))
+        prompt += output
+        cached = prompt - 1  # an answer's last token was never computed with
+        think = load.think.draw(numbers)
+        added = max(1, round(load.added.draw(numbers)))
+    return turns
+
+
+def describe_sessions(sessions: Sequence[Session]) -> dict[str, Any]:
+    """Numbers of sessions and turns, the spread of their sizes, and the share of ideal hits."""
+    turns = [turn for session in sessions for turn in session.turns]
+    prompts = [turn.prompt for turn in turns]
+    sizes: dict[str, list[float]] = {
+        "prompt_tokens": [*prompts],
+        "tokens_not_cached": [turn.prompt - turn.cached for turn in turns],
+        "output_tokens": [turn.output for turn in turns],
+        "think_s": [turn.think for session in sessions for turn in session.turns[1:]],
+        "turns": [len(session.turns) for session in sessions],
+    }
+    return {
+        "sessions": len(sessions),
+        "requests": len(turns),
+        "ideal_hit_share": sum(turn.cached for turn in turns) / sum(prompts),
+        **{name: _spread(values) for name, values in sizes.items() if values},
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    shares = {"p10": 0.1, "p90": 0.9, "p99": 0.99}
+    found = {name: quantile(ordered, share) for name, share in shares.items()}
+    return {"p50": statistics.median(ordered), **found, "most": ordered[-1]}
