@@ -146,6 +146,7 @@ def test_shapes_of_decodes() -> None:
         *((count, 13) for count in (2, 8, 12)),
     ]
     assert decode_shapes(rule, 4, 1, 8) == [(1, 1), (1, 2), (1, 4)]
+    assert decode_shapes(rule, 13, 1, 8, 3) == [(1, 3), (1, 4), (1, 8), (1, 13)]
     dense = decode_shapes(SelectionPolicy(), 20_000, 1024, 8)
     assert max(context for _, context in dense) == 8192
 
@@ -216,6 +217,18 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
                     expected += [(segment.policy, segment.batch.max_seq_len, len(rows))]
     assert len(expected) > 4
     assert attended == expected
+
+
+@pytest.mark.parametrize("query_len", [2, 4])
+def test_an_engine_that_speculates_prepares_for_its_drafts(
+    query_len: int, current: Any, attended: list[tuple[SelectionPolicy, int, int]]
+) -> None:
+    layer = make_layer()
+    _, spec = make_builder(layer, current)
+    warm_up([layer], spec, current, torch.device("cpu"), query_len)
+    decodes = [call for call in attended if call[0] == layer.impl.policy.decode]
+    assert min(context for _, context, _ in decodes) == query_len
+    assert {tokens % query_len for _, _, tokens in decodes} == {0}
 
 
 def test_a_rank_that_attends_for_others_prepares_for_all_of_their_heads(

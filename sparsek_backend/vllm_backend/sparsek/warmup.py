@@ -73,7 +73,11 @@ def prefill_shapes(
 
 
 def decode_shapes(
-    policy: SelectionPolicy, max_model_len: int, max_num_seqs: int, num_kv_heads: int
+    policy: SelectionPolicy,
+    max_model_len: int,
+    max_num_seqs: int,
+    num_kv_heads: int,
+    query_len: int = 1,
 ) -> list[tuple[int, int]]:
     """``(decodes, context)`` of steps that together need the kernels of every step of decodes.
 
@@ -85,9 +89,11 @@ def decode_shapes(
         max_model_len: longest context.
         max_num_seqs: most requests of a step.
         num_kv_heads: KV heads of the layer.
+        query_len: new tokens of a decode; no context is shorter.
     """
     selects = policy.selects_blocks
-    contexts = doubled(max_model_len if selects else min(max_model_len, _LONG_DECODE))
+    longest = max_model_len if selects else min(max_model_len, _LONG_DECODE)
+    contexts = list(dict.fromkeys(max(context, query_len) for context in doubled(longest)))
     most = min(max_num_seqs, _MOST_DECODES)
     few = dict.fromkeys((1, min(ceil_div(MANY_PROGRAMS, num_kv_heads), most)))
     shapes = [(count, context) for count in few for context in contexts]
@@ -202,7 +208,8 @@ def _made_up_steps(
         yield made_up_prefill(length, min(length, 2), 1, length, width, device), own
         return
     if impl.dcp_world_size == 1:  # else decodes go through kernels of their own
-        for count, context in decode_shapes(own.decode, length, most, impl.num_kv_heads):
+        shapes = decode_shapes(own.decode, length, most, impl.num_kv_heads, query_len)
+        for count, context in shapes:
             yield made_up_decodes(count, query_len, context, width, device), own
     for prefill in prefill_policies(own.prefill, impl.flash is not None):
         policy = replace(own, prefill=prefill)
