@@ -24,7 +24,8 @@ class DecodeRule:
         window: keys before the token's own page that are always attended; a multiple of 64.
         tail: whether what is not attended stands in: a key a page, whose logit is the log of the
             sum of exps of its cells that are not chosen, and whose value the page's mean.
-        tail_share: the share of the tail's mass that counts.
+        sampled: whether cells of small masses are attended at random, in place of a tail: by
+            how large a mass is, the smaller the more a key of theirs counts (:func:`sample`).
         value_bits: bits a channel of that mean.
         best_vector: whether a cell counts what its best vector gives and not the sum of all.
         shares: what a head's masses are shares of: sinks and window by their keys and the cells in
@@ -45,7 +46,7 @@ class DecodeRule:
     sinks: int = PAGE
     window: int = 512
     tail: bool = True
-    tail_share: float = 1.0
+    sampled: bool = False
     value_bits: int = 8
     best_vector: bool = False
     shares: Literal["context", "pages"] = "context"
@@ -129,6 +130,18 @@ def attend(
     between = (page >= rule.sinks) & (page < first[:, None])  # [R, pages]
 
     near_logits = logits.masked_fill(~near, -math.inf)
+    if rule.sampled:
+        _, rank = _cells(rule, pages, q, logits, scale)
+        rank = rank.masked_fill(~between[..., None], -math.inf).flatten(-2)
+        kept, share = sample(
+            _mass(rank, near_logits.logsumexp(-1)), rule.tokens // rule.cell, _starts(k, position)
+        )
+        counts = torch.where(kept, -share.log(), -math.inf).repeat_interleave(rule.cell, -1)
+        extra = torch.full((k.shape[0], rows, count), -math.inf, device=q.device)
+        extra[..., : pages.count * PAGE] = counts
+        extra.masked_fill_(near, 0.0)
+        attended = (extra > -math.inf).logical_and(key <= position[:, None]).sum(-1).float().mean()
+        return _weighted((logits + extra[:, None]).softmax(-1), v), attended
     if rule.scores == "none":
         chosen = torch.zeros(1, 1, pages.count * PAGE // rule.cell, device=q.device).bool()
         tail = None
@@ -144,9 +157,48 @@ def attend(
     attended = keep.sum(-1).float().mean()
     if not rule.tail or tail is None:
         return _weighted(logits.softmax(-1), v), attended
-    weights = torch.cat([logits, tail + math.log(rule.tail_share)], -1).softmax(-1)
+    weights = torch.cat([logits, tail], -1).softmax(-1)
     out = _weighted(weights[..., :count], v)
     return out + _weighted(weights[..., count:], pages.value_means(rule.value_bits)), attended
+
+
+OCTAVES = 16
+"""Of masses that are told apart, from the one that a cell would need if all had the same."""
+
+
+def sample(
+    mass: torch.Tensor, count: int, start: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which cells are kept, and with what probability, ``[..., n]``.
+
+    Probabilities are as masses, rounded down to quarters of octaves, 1 at most, and add up to
+    ``count``; cells are kept where their running sum passes a whole number (systematic sampling,
+    Madow 1949).  What a cell gives, over its probability, is right in the mean over the starts.
+
+    Args:
+        mass: ``[..., n]``, 0 for cells that do not compete.
+        count: cells to keep.
+        start: ``[...]``, what the running sums start from, in ``[0, 1)``.
+    """
+    mass = mass.double()
+    least = mass.sum(-1, keepdim=True) / count * 2.0**-OCTAVES
+    size = ((4 * torch.maximum(mass, least).log2()).floor() / 4).exp2()
+    size = torch.where(mass > 0, size, 0.0)
+    low, high = least.clamp(min=1e-30), (size.sum(-1, keepdim=True) / count).clamp(min=1e-30)
+    for _ in range(60):  # the threshold that gives ``count`` cells
+        middle = (low * high).sqrt()
+        many = (size / middle).clamp(max=1).sum(-1, keepdim=True) > count
+        low, high = torch.where(many, middle, low), torch.where(many, high, middle)
+    share = (size / high).clamp(max=1)
+    until = share.cumsum(-1) + start[..., None]
+    kept = (until.floor() > (until - share).floor()) | (share == 1)
+    return kept & (mass > 0), share.float()
+
+
+def _starts(k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """``[H, R]``: where the running sums of KV heads and rows start, spread over ``[0, 1)``."""
+    head = torch.arange(k.shape[0], device=k.device)[:, None]
+    return (position * k.shape[0] + head).double() * ((math.sqrt(5) - 1) / 2) % 1
 
 
 def dense_logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

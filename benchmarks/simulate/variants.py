@@ -72,6 +72,18 @@ def _decode() -> list[Variant]:
     return [Variant(name, rule) for name, rule in rules.items()]
 
 
+def _samples() -> list[Variant]:
+    """What small masses are attended by: a tail, nothing, or a sample."""
+    rules = {}
+    for scores in ("p2dr", "exact"):
+        for tokens in (3072, 2048, 1536, 1024):
+            rule = DecodeRule(scores, tokens, cell=2, variance="page" if scores == "p2dr" else "")
+            rules[f"{scores} {tokens} tail"] = rule
+            rules[f"{scores} {tokens} sampled"] = replace(rule, sampled=True)
+            rules[f"{scores} {tokens} no tail"] = replace(rule, tail=False)
+    return [Variant(name, rule) for name, rule in rules.items()]
+
+
 def _prompts() -> list[Variant]:
     old = PromptRule("m16")
     few = replace(old, blocks=32)
@@ -150,6 +162,7 @@ def _details() -> list[Variant]:
 
 SETS = {
     "decode": _decode(),
+    "samples": _samples(),
     "prompts": _prompts(),
     "budgets": _budgets(),
     "ranks": _ranks(),

@@ -130,6 +130,34 @@ def test_level_1_by_cells_attends_the_best_cells_of_the_best_pages() -> None:
         )
 
 
+def test_a_sample_is_right_in_the_mean_over_its_starts() -> None:
+    mass = torch.rand(2, 300, generator=torch.Generator().manual_seed(0)).pow(8)
+    mass[:, ::7] = 0
+    starts = (torch.arange(2000) + 0.5) / 2000
+    kept, share = decode.sample(mass[:, None].expand(-1, 2000, -1), 64, starts.expand(2, -1))
+    assert (kept.sum(-1) == 64).all()
+    assert not kept[:, :, ::7].any()
+    assert kept[share == 1].all()
+    assert 10 < (share[:, 0] == 1).sum() < 128  # the largest are certain, not all
+    mean = (kept / share.clamp(min=1e-30)).mean(1)
+    some = (mass > 0) & (share[:, 0] > 0.01)  # of which enough starts keep a cell
+    torch.testing.assert_close(mean[some], torch.ones(int(some.sum())), atol=0.06, rtol=0)
+
+
+def test_a_sample_counts_as_all_that_it_stands_for() -> None:
+    """With equal masses far keys weigh as much as they are many, however few are attended."""
+    _, k, v = _draw(400, 700)
+    far = (torch.arange(700) >= 64) & (torch.arange(700) < 576)
+    v[..., 0] = far.float()
+    drawn = (torch.zeros(HEADS, GROUP, 4, DIM), k, v)
+    rule = DecodeRule("exact", tokens=128, cell=2, window=64, sampled=True)
+    out, attended = _decoded(rule, drawn)
+    assert attended == 128 + 64 + (697 + 698 + 699 + 700) / 4 - 576
+    torch.testing.assert_close(out[..., 0], _decoded(DecodeRule("dense"), drawn)[0][..., 0])
+    chosen, _ = _decoded(replace(rule, sampled=False, tail=False), drawn)
+    assert (chosen[..., 0] < 0.6 * out[..., 0]).all()
+
+
 def test_spread_within_vectors_ranks_cells_closer_to_their_sums() -> None:
     q, k, v = _draw(16, 2048)
     scale, pages = DIM**-0.5, Pages(k, v)
