@@ -24,8 +24,9 @@ LIMITS = {"block_topk:16": (-0.02, 0.02), "sink_window": (-0.02, 0.10), "window"
 """Added NLL over the second half of a text: least and most."""
 
 QUESTIONS, LENGTH = 12, 62 * 128 + 25
-"""Questions begin to differ in the last page of a prompt, so the rest is shared.  It begins with the
-text, of which an engine has filled the pages before it is asked."""
+"""Prompts begin to differ in their last page, so the rest is shared.  They begin with the text: an
+engine has filled its pages before it is asked.
+"""
 ANSWERS = {"block_topk:16": (-0.10, 0.05), "sink_window": (0.5, 20.0)}
 """Added NLL of right answers: what its 95 % interval is above and below."""
 DENSE_NLL = 0.6
