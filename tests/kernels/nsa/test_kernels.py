@@ -49,14 +49,14 @@ def test_interpreted_kernels_agree_with_the_oracle() -> None:
 WAYS = pytest.mark.parametrize(
     "way",
     [
-        ["--order", "first first"],
-        # Portable kernels know neither order nor timing: once is enough for them.  Each case takes
-        # one of the other orders and one of the other timings, or both at once.
+        # Each case meets both orders and both timings, neighbours together all four ways.
+        # Portable kernels know neither: once is enough for them.
+        ["--order", "first first", "--part", "0/2"],
+        ["--order", "last first", "--early", "--only-hopper", "--part", "0/2"],
         ["--order", "first first", "--early", "--only-hopper", "--part", "1/2"],
         ["--order", "last first", "--only-hopper", "--part", "1/2"],
-        ["--order", "last first", "--early", "--only-hopper", "--part", "0/2"],
     ],
-    ids=["first-late", "first-early", "last-late", "last-early"],
+    ids=["first-late", "last-early", "first-early", "last-late"],
 )
 
 
@@ -65,8 +65,7 @@ def test_hopper_kernels_agree_with_the_oracle(way: list[str]) -> None:
     done = run_script("kernel_cases.py", "--size", "hopper", *way, TRITON_INTERPRET="0")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
-    checks = sum("hopper" in line or "boxes" in line for line in done.stdout.splitlines())
-    assert checks > (50 if "--part" in way else 100)
+    assert sum("hopper" in line or "boxes" in line for line in done.stdout.splitlines()) > 50
 
 
 @WAYS
@@ -74,8 +73,7 @@ def test_block_scores_agree_with_the_oracle(way: list[str]) -> None:
     done = run_script("score_cases.py", *way, TRITON_INTERPRET="0")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
-    checks = sum(line.startswith("ok") for line in done.stdout.splitlines())
-    assert checks > (18 if "--part" in way else 60)
+    assert sum(line.startswith("ok") for line in done.stdout.splitlines()) > 18
 
 
 @pytest.mark.parametrize(

@@ -382,12 +382,12 @@ def cell_launches(
 
 
 def choice_launches(
-    arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
+    arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool, queries: list[int]
 ) -> list[Recorded]:
-    """What chooses cells by records, in steps and at once, for one token a request and for four."""
+    """What chooses cells by records, in steps and at once, for so many tokens a request."""
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32).by_records(4096)
     seen: list[Recorded] = []
-    for tokens in (1, 4):
+    for tokens in queries:
         problem = make_problem(
             [(tokens, 2400)],
             num_decodes=1,
@@ -430,7 +430,7 @@ def main() -> None:
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--cells", action="store_true")
-    parser.add_argument("--choice", action="store_true")
+    parser.add_argument("--choice", type=int, nargs="+", help="tokens of requests that choose")
     parser.add_argument("--indexer", choices=["infllm", "seer"])
     args = parser.parse_args()
     shape = (args.arch, getattr(torch, args.dtype), args.head_dim, args.group)
@@ -439,7 +439,7 @@ def main() -> None:
     elif args.cells:
         seen = cell_launches(*shape, args.fp8_cache)
     elif args.choice:
-        seen = choice_launches(*shape, args.fp8_cache)
+        seen = choice_launches(*shape, args.fp8_cache, args.choice)
     elif args.indexer:
         seen = learned_launches(args.indexer, *shape)
     else:

@@ -112,21 +112,22 @@ def test_attention_over_cells_and_tails_compiles(arch: int, options: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("arch", "options", "kernels"),
+    ("arch", "tokens", "options", "kernels"),
     [
-        (80, ("--head-dim", "64", "--group", "8"), CHOICE | ON_MATRIX_UNITS),
-        (89, (), CHOICE | ON_MATRIX_UNITS),
-        (86, ("--head-dim", "256", "--dtype", "float32"), CHOICE),
-        (90, (), CHOICE | ON_MATRIX_UNITS),
-        (90, ("--fp8-cache", "--group", "7"), CHOICE | ON_MATRIX_UNITS),
-        (100, ("--head-dim", "64"), CHOICE | ON_MATRIX_UNITS),
+        (80, (1,), ("--head-dim", "64", "--group", "8"), CHOICE | ON_MATRIX_UNITS),
+        (89, (4,), (), CHOICE | ON_MATRIX_UNITS),
+        (86, (4,), ("--head-dim", "256", "--dtype", "float32"), CHOICE),
+        (90, (1, 4), (), CHOICE | ON_MATRIX_UNITS),
+        (90, (1,), ("--fp8-cache", "--group", "7"), CHOICE | ON_MATRIX_UNITS),
+        (100, (1,), ("--head-dim", "64"), CHOICE | ON_MATRIX_UNITS),
+        (100, (4,), (), CHOICE | ON_MATRIX_UNITS),
     ],
-    ids=["sm80-d64-g8", "sm89", "sm86-fp32-d256", "sm90", "sm90-fp8-g7", "sm100-d64"],
+    ids=["sm80-d64-g8", "sm89", "sm86-fp32-d256", "sm90", "sm90-fp8-g7", "sm100-d64", "sm100"],
 )
 def test_choosing_by_records_compiles(
-    arch: int, options: tuple[str, ...], kernels: set[str]
+    arch: int, tokens: tuple[int, ...], options: tuple[str, ...], kernels: set[str]
 ) -> None:
-    rows = compiled(arch, "--choice", *options)
+    rows = compiled(arch, *options, "--choice", *map(str, tokens))
     assert {row["kernel"] for row in rows} == kernels
     for row in rows:
         assert row["stack"] <= CHOICE_STACK.get(row["kernel"], 160), row
