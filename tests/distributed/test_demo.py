@@ -17,6 +17,7 @@ from sparsek_backend.train_demo.train import Trainer
 from tests import processes
 from tests.distributed import cases
 from tests.distributed.group import Ranks
+from tests.train_demo.unseen import judge_by_few
 
 TOLERANCE = 1e-4
 """Losses are about 3, in fp32; ranks add in another order, and steps build on each other."""
@@ -81,7 +82,10 @@ def killed_and_resumed(folder: Path, *options: str) -> dict[str, Any]:
     return runs
 
 
-def test_a_killed_command_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_killed_command_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_by_few(monkeypatch)
     options = ("--models", "nsa", "--device", "cpu", "--max-length", "64")
     runs = killed_and_resumed(tmp_path, *options, "--steps", "12", "--save-every", "4")
     assert runs["broken"]["resumed_at"] == 4

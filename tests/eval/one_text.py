@@ -6,19 +6,19 @@ import random
 from collections import Counter
 
 from sparsek_backend.eval.filler import endless, make_pool
-from sparsek_backend.eval.prompt import Prompt, Tokenizer, make_answer
+from sparsek_backend.eval.prompt import Prompt, Tokenizer, Tokens, make_answer
 from sparsek_backend.eval.words import draw_names, draw_numbers
 
 HEAD = "Some access numbers are hidden in the text below. Remember them; you will be asked.\n"
 
 
 def questions_of_one_text(
-    tokenizer: Tokenizer, *, length: int, count: int, seed: int = 0, end: int = 640
+    tokenizer: Tokenizer, start: Tokens, *, length: int, count: int, seed: int = 0, end: int = 640
 ) -> list[Prompt]:
     """``count`` prompts of equal length that share all tokens up to the question.
 
-    Each asks for one of as many numbers, which lie evenly between the text's start and its last
-    ``end`` tokens.
+    Each asks for one of as many numbers, which lie evenly between ``start``, with which all begin,
+    and the text's last ``end`` tokens.
     """
     rng = random.Random(f"one text {seed}")
     before, after = tokenizer.frame()
@@ -32,8 +32,8 @@ def questions_of_one_text(
     (size, _), *_ = Counter(sizes.values()).most_common()
     names = [name for name in names if sizes[name] == size][:count]
     numbers = draw_numbers(rng, count)
-    room = length - size - len(before) - len(tokenizer.encode(HEAD))
-    pieces, used, asked = [before, tokenizer.encode(HEAD)], 0, 0
+    pieces, used, asked = [start, before, tokenizer.encode(HEAD)], 0, 0
+    room = length - size - sum(map(len, pieces))
     for text in endless(rng, make_pool(seed)):
         if asked < count and used >= (room - end) * asked // count:
             text = f"\nThe access number of the {names[asked]} is {numbers[asked]}.\n"

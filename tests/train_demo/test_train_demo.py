@@ -17,6 +17,7 @@ from sparsek_backend.train_demo.cli import app
 from sparsek_backend.train_demo.task import KEYS, NONE, VALUES, make_batch
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
 from tests import processes
+from tests.train_demo.unseen import judge_by_few
 
 CPU = torch.device("cpu")
 SHORT = ("--device", "cpu", "--steps", "6", "--max-length", "64", "--save-every", "2")
@@ -101,8 +102,9 @@ def test_a_run_that_stopped_ends_like_an_unbroken_one(tmp_path: Path) -> None:
 
 
 def test_sequences_with_the_compressed_branch_alone_see_nothing_of_the_others(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    judge_by_few(monkeypatch)
     trainer = trained(DemoConfig(steps=2), tmp_path)
     before = [trainer.recall(32, compressed_only=shut) for shut in (True, False)]
     with torch.no_grad():
@@ -162,7 +164,8 @@ app()
 """The command, killed as soon as it has written a checkpoint."""
 
 
-def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by_few(monkeypatch)
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

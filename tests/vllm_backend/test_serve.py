@@ -182,10 +182,13 @@ def test_dashboard_and_alerts_read_what_the_metrics_page_has(server: Server) -> 
     assert len({panel for panel, _ in dashboard_queries()}) == 10
 
 
-def test_killed_in_mid_stream_and_started_again(
-    server: Server, smollm2: Path, environment: dict[str, str], tmp_path: Path
+def test_a_natively_sparse_folder_is_served_when_another_was_killed_in_mid_stream(
+    server: Server, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """Last test of this server, with its engine: another one serves at once."""
+    """Last test of the server that is killed, with its engine: another one serves at once.
+
+    What that one serves was trained and saved, and answers the module's own tokens.
+    """
     from openai import APIError
 
     stream = server.client().completions.create(
@@ -207,15 +210,23 @@ def test_killed_in_mid_stream_and_started_again(
             pass
     wait_until(lambda: not group_members(server.process.pid))
 
-    again = Server(smollm2, environment, tmp_path / "again.log")
+    model = make_model(CONFIG, tmp_path)
+    write_tokenizer(tmp_path)
+    prompt = torch.randint(3, VOCABULARY, (300,), generator=torch.Generator().manual_seed(0))
+    again = Server(tmp_path, environment, tmp_path / "again.log", "--dtype", "float32")
     try:
         again.wait_until_healthy()
         answer = again.client().completions.create(
-            model=MODEL, prompt="The capital of France is", max_tokens=4, temperature=0
+            model=MODEL,
+            prompt=prompt.tolist(),
+            max_tokens=8,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
         )
-        assert "Paris" in answer.choices[0].text
     finally:
         again.stop()
+    assert answer.choices[0].token_ids == complete(model, prompt.tolist(), 8)
+    assert "SPARSEK layers 0-1: nsa, mlp of 16 tokens every 8 + 5 blocks of 32" in again.text()
 
 
 @pytest.mark.parametrize(
@@ -249,24 +260,3 @@ def test_a_bad_setting_ends_the_process_with_one_message(
     assert text.count(message) == 1
     assert remedy in text
     assert "Engine core" not in text
-
-
-def test_a_natively_sparse_folder(environment: dict[str, str], tmp_path: Path) -> None:
-    """What was trained and saved is served: the module's own tokens."""
-    model = make_model(CONFIG, tmp_path)
-    write_tokenizer(tmp_path)
-    prompt = torch.randint(3, VOCABULARY, (300,), generator=torch.Generator().manual_seed(0))
-    server = Server(tmp_path, environment, tmp_path / "server.log", "--dtype", "float32")
-    try:
-        server.wait_until_healthy()
-        answer = server.client().completions.create(
-            model=MODEL,
-            prompt=prompt.tolist(),
-            max_tokens=8,
-            temperature=0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
-    finally:
-        server.stop()
-    assert answer.choices[0].token_ids == complete(model, prompt.tolist(), 8)
-    assert "SPARSEK layers 0-1: nsa, mlp of 16 tokens every 8 + 5 blocks of 32" in server.text()

@@ -184,6 +184,7 @@ def main() -> int:
         "--only-hopper", action="store_true", help="nothing that order and timing cannot change"
     )
     parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--part", default="0/1", help="I/N: cases I, I + N, ...")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
@@ -191,7 +192,8 @@ def main() -> int:
     else:
         here = contextlib.nullcontext()
     with here as launched:
-        cases = [case for case in CASES if args.only in case.name]
+        first, step = (int(x) for x in args.part.split("/"))
+        cases = [case for case in CASES[first::step] if args.only in case.name]
         failed = sum(
             run(case, args.tokens, args.device, launched, args.only_hopper) for case in cases
         )

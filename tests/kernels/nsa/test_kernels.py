@@ -49,13 +49,14 @@ def test_interpreted_kernels_agree_with_the_oracle() -> None:
 WAYS = pytest.mark.parametrize(
     "way",
     [
-        ["--order", "first first"],
-        # Portable kernels know neither order nor timing: once is enough for them.
-        ["--order", "first first", "--early", "--only-hopper"],
-        ["--order", "last first", "--only-hopper"],
-        ["--order", "last first", "--early", "--only-hopper"],
+        # Each case meets both orders and both timings, neighbours together all four ways.
+        # Portable kernels know neither: once is enough for them.
+        ["--order", "first first", "--part", "0/2"],
+        ["--order", "last first", "--early", "--only-hopper", "--part", "0/2"],
+        ["--order", "first first", "--early", "--only-hopper", "--part", "1/2"],
+        ["--order", "last first", "--only-hopper", "--part", "1/2"],
     ],
-    ids=["first-late", "first-early", "last-late", "last-early"],
+    ids=["first-late", "last-early", "first-early", "last-late"],
 )
 
 
@@ -64,7 +65,7 @@ def test_hopper_kernels_agree_with_the_oracle(way: list[str]) -> None:
     done = run_script("kernel_cases.py", "--size", "hopper", *way, TRITON_INTERPRET="0")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
-    assert sum("hopper" in line or "boxes" in line for line in done.stdout.splitlines()) > 80
+    assert sum("hopper" in line or "boxes" in line for line in done.stdout.splitlines()) > 50
 
 
 @WAYS
@@ -72,7 +73,7 @@ def test_block_scores_agree_with_the_oracle(way: list[str]) -> None:
     done = run_script("score_cases.py", *way, TRITON_INTERPRET="0")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
-    assert sum(line.startswith("ok") for line in done.stdout.splitlines()) >= 40
+    assert sum(line.startswith("ok") for line in done.stdout.splitlines()) > 18
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,10 @@ KERNELS = {
     "listed_masses_sm90_kernel": launch_probabilities.sm90,
 }
 """The module by whose name each is launched."""
-HOPPER_SCORES = ("gather_samples_kernel", "tile_scores_sm90_kernel")
+HOPPER = {
+    *("attend_hopper_kernel", "listed_masses_sm90_kernel"),
+    *("gather_samples_kernel", "tile_scores_sm90_kernel"),
+}
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -231,7 +234,11 @@ def launches(
     group: int,
     fp8_cache: bool = False,
 ) -> list[Recorded]:
-    """Everything that a step with decodes and prefills launches, for each kind of policy."""
+    """Everything that a step with decodes and prefills launches, for each kind of policy.
+
+    Dense decodes are of short contexts: they merge few parts, which compiles in a fraction of the
+    time.  Those that choose merge as many as there may be.
+    """
     topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
     sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
@@ -247,22 +254,18 @@ def launches(
         cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
     )
     seen: list[Recorded] = []
+    operands = problem.operands(torch.empty_like(problem.q))
+    invariant = functools.partial(run_launched, operands, problem.batch, topk, batch_invariant=True)
+    seen += record(invariant, arch, sms)[:1]
+    short = dataclasses.replace(problem.batch, max_seq_len=512, _derived={})
     for policy in policies:
-
-        def step(policy: SelectionPolicy = policy, batch_invariant: bool = False) -> None:
-            operands = problem.operands(torch.empty_like(problem.q))
-            if batch_invariant:
-                run_launched(operands, problem.batch, policy, batch_invariant=True)
-            else:
-                attend_phases(operands, problem.batch, policy)
-
-        seen += record(functools.partial(step, batch_invariant=True), arch, sms)[:3]
+        batch = problem.batch if policy is topk else short
+        step = functools.partial(attend_phases, operands, batch, policy)
         with hopper_kernels(False):
             seen += record(step, arch, sms)
         if policy is topk:
             with hopper_kernels(True):
-                special = ("attend_hopper_kernel", "listed_masses_sm90_kernel", *HOPPER_SCORES)
-                seen += [r for r in record(step, arch, sms) if r.name in special]
+                seen += [r for r in record(step, arch, sms) if r.name in HOPPER]
     for request in (0, 1):  # few tokens, and many
         written = (problem.keys[request], problem.values[request], problem.k_cache, problem.v_cache)
         write = functools.partial(
@@ -345,10 +348,14 @@ def sharded_launches(arch: int) -> list[Recorded]:
 def cell_launches(
     arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
 ) -> list[Recorded]:
-    """What attends cells of two keys and a tail: few requests, many, pages of one rank, drafts."""
+    """What attends cells of two keys and a tail: many requests, and drafts.
+
+    Of few requests it is among :func:`launches`, over pages of one rank among
+    :func:`sharded_launches`.
+    """
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32).by_records(4096)
     seen: list[Recorded] = []
-    for requests, tokens, sharded in ((1, 1, False), (32, 1, False), (1, 1, True), (4, 4, False)):
+    for requests, tokens in ((32, 1), (4, 4)):
         problem = make_problem(
             [(tokens, 2400)] * requests,
             num_decodes=requests,
@@ -364,11 +371,9 @@ def cell_launches(
         logits = torch.empty(requests * tokens, 8 * group, 2048)
         records = torch.empty(1, 8, 1536, dtype=torch.uint8)
         chosen = Chosen(torch.empty(shape, dtype=torch.int32), Tail(logits, records))
-        lse = torch.empty(problem.q.shape[:2]) if sharded else None
-        out = torch.empty(problem.q.shape, dtype=torch.float32 if sharded else dtype)
         call = functools.partial(
             attend_launch.attend_segment,
-            problem.operands(out, lse=lse),
+            problem.operands(torch.empty_like(problem.q)),
             Segment(problem.batch, policy),
             chosen,
         )
@@ -377,12 +382,12 @@ def cell_launches(
 
 
 def choice_launches(
-    arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
+    arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool, queries: list[int]
 ) -> list[Recorded]:
-    """What chooses cells by records, in steps and at once, for one token a request and for four."""
+    """What chooses cells by records, in steps and at once, for so many tokens a request."""
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32).by_records(4096)
     seen: list[Recorded] = []
-    for tokens in (1, 4):
+    for tokens in queries:
         problem = make_problem(
             [(tokens, 2400)],
             num_decodes=1,
@@ -419,11 +424,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="kernels with this in their names")
+    parser.add_argument("--skip", help="the name of a kernel")
+    parser.add_argument("--hopper", action="store_true", help="kernels for Hopper alone")
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--cells", action="store_true")
-    parser.add_argument("--choice", action="store_true")
+    parser.add_argument("--choice", type=int, nargs="+", help="tokens of requests that choose")
     parser.add_argument("--indexer", choices=["infllm", "seer"])
     args = parser.parse_args()
     shape = (args.arch, getattr(torch, args.dtype), args.head_dim, args.group)
@@ -432,13 +439,15 @@ def main() -> None:
     elif args.cells:
         seen = cell_launches(*shape, args.fp8_cache)
     elif args.choice:
-        seen = choice_launches(*shape, args.fp8_cache)
+        seen = choice_launches(*shape, args.fp8_cache, args.choice)
     elif args.indexer:
         seen = learned_launches(args.indexer, *shape)
     else:
         seen = launches(*shape, args.fp8_cache)
+    if args.hopper:
+        seen = [launched for launched in seen if launched.name in HOPPER]
     for launched in seen:
-        if args.only in launched.name:
+        if args.only in launched.name and launched.name != args.skip:
             print(json.dumps(compile_launch(launched, args.arch)), flush=True)
 
 

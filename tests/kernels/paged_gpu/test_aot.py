@@ -63,21 +63,21 @@ def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "options", "most_stack", "special"),
+    ("arch", "options", "most_stack", "kernels"),
     [
-        (80, (), 160, set()),
-        (90, (), 160, HOPPER),
-        (90, ("--head-dim", "64", "--group", "8"), 160, HOPPER),
-        (100, (), 160, set()),
-        (90, ("--fp8-cache",), 224, SCORES),  # K and V widen in registers
+        (80, ("--head-dim", "64", "--group", "8"), 160, PORTABLE),
+        (90, (), 160, PORTABLE | HOPPER),
+        (90, ("--head-dim", "64", "--group", "8", "--hopper"), 160, HOPPER),
+        (100, (), 160, PORTABLE),
+        (90, ("--fp8-cache",), 224, PORTABLE | SCORES),  # K and V widen in registers
     ],
-    ids=["sm80", "sm90", "sm90-d64", "sm100", "sm90-fp8"],
+    ids=["sm80-d64", "sm90", "sm90-d64", "sm100", "sm90-fp8"],
 )
 def test_compiles_with_few_spills(
-    arch: int, options: tuple[str, ...], most_stack: int, special: set[str]
+    arch: int, options: tuple[str, ...], most_stack: int, kernels: set[str]
 ) -> None:
     rows = compiled(arch, *options)
-    assert {row["kernel"] for row in rows} == PORTABLE | special
+    assert {row["kernel"] for row in rows} == kernels
     assert all(row["wgmma"] for row in rows if row["kernel"] in HOPPER - {"gather_samples_kernel"})
     for row in rows:
         assert row["stack"] <= most_stack, row
@@ -105,30 +105,29 @@ def test_decodes_over_the_pages_of_one_rank_compile() -> None:
 )
 def test_attention_over_cells_and_tails_compiles(arch: int, options: tuple[str, ...]) -> None:
     rows = compiled(arch, "--cells", *options)
-    assert [row["kernel"] for row in rows] == ["attend_kernel"] * 4
+    assert [row["kernel"] for row in rows] == ["attend_kernel"] * 2
     for row in rows:
         assert row["stack"] <= 160, row
         assert row["shared"] <= SHARED[arch], row
 
 
 @pytest.mark.parametrize(
-    ("arch", "options", "kernels"),
+    ("arch", "tokens", "options", "kernels"),
     [
-        (80, (), CHOICE | ON_MATRIX_UNITS),
-        (89, (), CHOICE | ON_MATRIX_UNITS),
-        (86, ("--head-dim", "256", "--dtype", "float32"), CHOICE),
-        (90, (), CHOICE | ON_MATRIX_UNITS),
-        (90, ("--head-dim", "64", "--group", "8"), CHOICE | ON_MATRIX_UNITS),
-        (90, ("--fp8-cache", "--group", "7"), CHOICE | ON_MATRIX_UNITS),
-        (100, ("--head-dim", "64"), CHOICE | ON_MATRIX_UNITS),
-        (100, (), CHOICE | ON_MATRIX_UNITS),
+        (80, (1,), ("--head-dim", "64", "--group", "8"), CHOICE | ON_MATRIX_UNITS),
+        (89, (4,), (), CHOICE | ON_MATRIX_UNITS),
+        (86, (4,), ("--head-dim", "256", "--dtype", "float32"), CHOICE),
+        (90, (1, 4), (), CHOICE | ON_MATRIX_UNITS),
+        (90, (1,), ("--fp8-cache", "--group", "7"), CHOICE | ON_MATRIX_UNITS),
+        (100, (1,), ("--head-dim", "64"), CHOICE | ON_MATRIX_UNITS),
+        (100, (4,), (), CHOICE | ON_MATRIX_UNITS),
     ],
-    ids=["sm80", "sm89", "sm86-fp32-d256", "sm90", "sm90-d64", "sm90-fp8-g7", "sm100-d64", "sm100"],
+    ids=["sm80-d64-g8", "sm89", "sm86-fp32-d256", "sm90", "sm90-fp8-g7", "sm100-d64", "sm100"],
 )
 def test_choosing_by_records_compiles(
-    arch: int, options: tuple[str, ...], kernels: set[str]
+    arch: int, tokens: tuple[int, ...], options: tuple[str, ...], kernels: set[str]
 ) -> None:
-    rows = compiled(arch, "--choice", *options)
+    rows = compiled(arch, *options, "--choice", *map(str, tokens))
     assert {row["kernel"] for row in rows} == kernels
     for row in rows:
         assert row["stack"] <= CHOICE_STACK.get(row["kernel"], 160), row
@@ -148,9 +147,12 @@ def test_choosing_by_records_compiles(
 )
 @pytest.mark.parametrize("indexer", LEARNED)
 def test_learned_indexers_compile(indexer: str, arch: int, options: tuple[str, ...]) -> None:
-    rows = compiled(arch, "--indexer", indexer, *options)
+    # Which indexer chose is nothing to attention: its compilation, the longest, once is enough.
+    attends = {"attend_kernel"} if arch == 90 else set()
+    skipped = () if attends else ("--skip", "attend_kernel")
+    rows = compiled(arch, "--indexer", indexer, *options, *skipped)
     names = [row["kernel"] for row in rows]
-    assert set(names) == LEARNED[indexer] | {"top_blocks_kernel", "attend_kernel"}
+    assert set(names) == LEARNED[indexer] | {"top_blocks_kernel"} | attends
     assert sum(name.startswith("write_") for name in names) == 4
     for row in rows:
         if row["kernel"] in LEARNED[indexer]:
