@@ -24,8 +24,8 @@ class DecodeRule:
         window: keys before the token's own page that are always attended; a multiple of 64.
         tail: whether what is not attended stands in: a key a page, whose logit is the log of the
             sum of exps of its cells that are not chosen, and whose value the page's mean.
-        sampled: whether cells of small masses are attended at random, in place of a tail: by
-            how large a mass is, the smaller the more a key of theirs counts (:func:`sample`).
+        sampled: how much of what is not attended for certain stands for itself by a sample
+            (:func:`sample`) and not by the tail: 0 for none, 1 for all.
         value_bits: bits a channel of that mean.
         best_vector: whether a cell counts what its best vector gives and not the sum of all.
         shares: what a head's masses are shares of: sinks and window by their keys and the cells in
@@ -46,7 +46,7 @@ class DecodeRule:
     sinks: int = PAGE
     window: int = 512
     tail: bool = True
-    sampled: bool = False
+    sampled: float = 0.0
     value_bits: int = 8
     best_vector: bool = False
     shares: Literal["context", "pages"] = "context"
@@ -131,17 +131,15 @@ def attend(
 
     near_logits = logits.masked_fill(~near, -math.inf)
     if rule.sampled:
-        _, rank = _cells(rule, pages, q, logits, scale)
-        rank = rank.masked_fill(~between[..., None], -math.inf).flatten(-2)
-        kept, share = sample(
-            _mass(rank, near_logits.logsumexp(-1)), rule.tokens // rule.cell, _starts(k, position)
-        )
-        counts = torch.where(kept, -share.log(), -math.inf).repeat_interleave(rule.cell, -1)
+        near_sum = near_logits.logsumexp(-1)
+        counts, tail = _sampled(rule, pages, q, logits, near_sum, between, position)
         extra = torch.full((k.shape[0], rows, count), -math.inf, device=q.device)
-        extra[..., : pages.count * PAGE] = counts
+        extra[..., : pages.count * PAGE] = counts.repeat_interleave(rule.cell, -1)
         extra.masked_fill_(near, 0.0)
         attended = (extra > -math.inf).logical_and(key <= position[:, None]).sum(-1).float().mean()
-        return _weighted((logits + extra[:, None]).softmax(-1), v), attended
+        weights = torch.cat([logits + extra[:, None], tail], -1).softmax(-1)
+        out = _weighted(weights[..., :count], v)
+        return out + _weighted(weights[..., count:], pages.value_means(rule.value_bits)), attended
     if rule.scores == "none":
         chosen = torch.zeros(1, 1, pages.count * PAGE // rule.cell, device=q.device).bool()
         tail = None
@@ -195,10 +193,35 @@ def sample(
     return kept & (mass > 0), share.float()
 
 
-def _starts(k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def _sampled(
+    rule: DecodeRule,
+    pages: Pages,
+    q: torch.Tensor,
+    logits: torch.Tensor,
+    near: torch.Tensor,
+    between: torch.Tensor,
+    position: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[H, R, cells]`` logs of how much cells count, and ``[H, G, R, pages]`` logits of the tail.
+
+    The arguments are those of :func:`_choose`; ``position`` is that of the rows.
+    """
+    cells, rank = _cells(rule, pages, q, logits, pages.head_dim**-0.5)
+    mass = _mass(rank.masked_fill(~between[..., None], -math.inf).flatten(-2), near)
+    start = _starts(mass.shape[0], position)
+    kept, share = sample(mass, rule.tokens // rule.cell, start)
+    certain = share == 1
+    counts = torch.where(certain, 0.0, math.log(rule.sampled) - share.log())
+    tail = cells.masked_fill(certain.unflatten(-1, cells.shape[-2:])[:, None], -math.inf)
+    tail = tail.logsumexp(-1).masked_fill(~between, -math.inf)
+    tail = tail + (math.log(1 - rule.sampled) if rule.sampled < 1 else -math.inf)
+    return torch.where(kept, counts, -math.inf), tail
+
+
+def _starts(heads: int, position: torch.Tensor) -> torch.Tensor:
     """``[H, R]``: where the running sums of KV heads and rows start, spread over ``[0, 1)``."""
-    head = torch.arange(k.shape[0], device=k.device)[:, None]
-    return (position * k.shape[0] + head).double() * ((math.sqrt(5) - 1) / 2) % 1
+    head = torch.arange(heads, device=position.device)[:, None]
+    return (position * heads + head).double() * ((math.sqrt(5) - 1) / 2) % 1
 
 
 def dense_logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -75,12 +75,13 @@ def _decode() -> list[Variant]:
 def _samples() -> list[Variant]:
     """What small masses are attended by: a tail, nothing, or a sample."""
     rules = {}
-    for scores in ("p2dr", "exact"):
-        for tokens in (3072, 2048, 1536, 1024):
-            rule = DecodeRule(scores, tokens, cell=2, variance="page" if scores == "p2dr" else "")
-            rules[f"{scores} {tokens} tail"] = rule
-            rules[f"{scores} {tokens} sampled"] = replace(rule, sampled=True)
-            rules[f"{scores} {tokens} no tail"] = replace(rule, tail=False)
+    for scores in ("p2dr", "p3x2dr", "p4x2dr", "exact"):
+        for tokens in (3072, 2048, 1024):
+            rule = DecodeRule(scores, tokens, cell=2, variance="" if scores == "exact" else "page")
+            name = f"{scores} {tokens}"
+            rules[f"{name} tail"] = rule
+            rules[f"{name} sampled"] = replace(rule, sampled=1.0)
+            rules[f"{name} half sampled"] = replace(rule, sampled=0.5)
     return [Variant(name, rule) for name, rule in rules.items()]
 
 

@@ -150,11 +150,13 @@ def test_a_sample_counts_as_all_that_it_stands_for() -> None:
     far = (torch.arange(700) >= 64) & (torch.arange(700) < 576)
     v[..., 0] = far.float()
     drawn = (torch.zeros(HEADS, GROUP, 4, DIM), k, v)
-    rule = DecodeRule("exact", tokens=128, cell=2, window=64, sampled=True)
+    rule = DecodeRule("exact", tokens=128, cell=2, window=64, sampled=1.0)
     out, attended = _decoded(rule, drawn)
     assert attended == 128 + 64 + (697 + 698 + 699 + 700) / 4 - 576
     torch.testing.assert_close(out[..., 0], _decoded(DecodeRule("dense"), drawn)[0][..., 0])
-    chosen, _ = _decoded(replace(rule, sampled=False, tail=False), drawn)
+    half, _ = _decoded(replace(rule, sampled=0.5), drawn)
+    torch.testing.assert_close(half[..., 0], out[..., 0], atol=0.01, rtol=0)  # tails have 8 bits
+    chosen, _ = _decoded(replace(rule, sampled=0.0, tail=False), drawn)
     assert (chosen[..., 0] < 0.6 * out[..., 0]).all()
 
 
