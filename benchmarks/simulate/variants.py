@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from .decode import DecodeRule
@@ -75,12 +76,14 @@ def _decode() -> list[Variant]:
 def _samples() -> list[Variant]:
     """What small masses are attended by: a tail, nothing, or a sample."""
     rules = {}
-    for scores in ("p2dr", "p3x2dr", "p4x2dr", "exact"):
-        for tokens in (3072, 2048, 1024):
-            rule = DecodeRule(scores, tokens, cell=2, variance="" if scores == "exact" else "page")
-            name = f"{scores} {tokens}"
-            rules[f"{name} tail"] = rule
-            rules[f"{name} sampled"] = replace(rule, sampled=1.0)
+    vectors = (("p2dr", 2), ("p3x2dr", 2), ("p4x2dr", 2), ("p2x1dr", 1), ("exact", 2), ("exact", 1))
+    for (scores, cell), tokens in product(vectors, (3072, 2048, 1536, 1024, 512)):
+        spread = "page" if cell == 2 and scores != "exact" else ""
+        rule = DecodeRule(scores, tokens, cell=cell, variance=spread)
+        name = f"{scores} cells of {cell} {tokens}"
+        rules[f"{name} tail"] = rule
+        rules[f"{name} sampled"] = replace(rule, sampled=1.0)
+        if tokens == 2048:
             rules[f"{name} half sampled"] = replace(rule, sampled=0.5)
     return [Variant(name, rule) for name, rule in rules.items()]
 
