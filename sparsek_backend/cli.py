@@ -19,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 model_app = typer.Typer(help="The small model for trying things out.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
@@ -26,7 +27,7 @@ app.add_typer(model_app, name="model")
 _PASS_THROUGH = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
-    "help_option_names": [],  # --help belongs to the command behind
+    "help_option_names": [],  # -h and --help belong to the command behind
 }
 
 

@@ -45,7 +45,10 @@ from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 app = typer.Typer(
-    help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True, add_completion=False
+    help="Benchmarks: kernels, serving, comparisons.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console(width=None)
 

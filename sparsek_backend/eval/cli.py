@@ -55,7 +55,9 @@ from sparsek_backend.pyplot import import_pyplot
 
 # Plain help: in panels, the widest option would leave no room for what the options mean.
 app = typer.Typer(
-    rich_markup_mode=None, add_completion=False, context_settings={"max_content_width": 100}
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
 )
 console = Console()
 _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)

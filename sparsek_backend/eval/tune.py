@@ -24,7 +24,11 @@ from sparsek_backend.eval.tables import tuning_table
 from sparsek_backend.eval.tokenizer import HubTokenizer
 
 SIZES = (4, 8, 16, 32, 64, 128)
-app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app = typer.Typer(
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 console = Console()
 
 

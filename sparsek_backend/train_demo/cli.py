@@ -24,7 +24,11 @@ from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_backend.train_demo.task import SHORTEST, VALUES
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.command()

@@ -14,8 +14,9 @@ from tests import processes
 runner = CliRunner()
 
 
-def test_help_names_every_command() -> None:
-    result = runner.invoke(app, ["--help"])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_names_every_command(option: str) -> None:
+    result = runner.invoke(app, [option])
     assert result.exit_code == 0
     for command in ("doctor", "model", "eval", "tune", "bench", "patterns", "train-demo"):
         assert command in result.output
@@ -45,9 +46,10 @@ def test_unknown_command_is_named() -> None:
     assert "serve" in result.output
 
 
-@pytest.mark.parametrize("command", ["bench", "eval", "tune", "patterns"])
-def test_group_help_belongs_to_the_command_behind(command: str) -> None:
-    result = runner.invoke(app, [command, "--help"])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize("command", ["bench", "eval", "tune", "patterns", "train-demo"])
+def test_group_help_belongs_to_the_command_behind(command: str, option: str) -> None:
+    result = runner.invoke(app, [command, option])
     assert result.exit_code == 0
     assert f"Usage: sparsek {command}" in result.output
 

@@ -29,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 File = Annotated[Path, typer.Argument(help="A pattern file (.safetensors, or .npz of scipy).")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Elements of a head, for the FLOPs.")]
