@@ -204,7 +204,14 @@ def _sampled(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[H, R, cells]`` logs of how much cells count, and ``[H, G, R, pages]`` logits of the tail.
 
-    The arguments are those of :func:`_choose`; ``position`` is that of the rows.
+    Args:
+        rule: what is attended.
+        pages: the complete pages of the prompt.
+        q: ``[H, G, R, D]``.
+        logits: ``[H, G, R, N]``, of all keys.
+        near: ``[H, G, R]``, the log of the sum of exps of sinks and window.
+        between: ``[R, pages]``, the pages between them.
+        position: ``[R]``.
     """
     cells, rank = _cells(rule, pages, q, logits, pages.head_dim**-0.5)
     mass = _mass(rank.masked_fill(~between[..., None], -math.inf).flatten(-2), near)

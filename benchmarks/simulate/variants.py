@@ -74,7 +74,7 @@ def _decode() -> list[Variant]:
 
 
 def _samples() -> list[Variant]:
-    """What small masses are attended by: a tail, nothing, or a sample."""
+    """A tail, a sample, or half of each for what is not certain to be attended."""
     rules = {}
     vectors = (("p2dr", 2), ("p3x2dr", 2), ("p4x2dr", 2), ("p2x1dr", 1), ("exact", 2), ("exact", 1))
     for (scores, cell), tokens in product(vectors, (3072, 2048, 1536, 1024, 512)):

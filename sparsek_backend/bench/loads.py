@@ -96,30 +96,24 @@ class Load:
         )
 
 
-_NOTHING = Spread(1, 0, 1)
-_ANSWER = Spread(128, 0.25, 256)
+def _documents(lengths: Spread, limits: Limits) -> Load:
+    """Sessions of one question each, about a document of its own."""
+    nothing = Spread(1, 0, 1)
+    return Load(
+        start=lengths,
+        added=nothing,
+        output=Spread(128, 0.25, 256),
+        think=nothing,
+        turns=(1, 1),
+        shared=0,
+        requests=60,
+        limits=limits,
+    )
+
 
 LOADS = {
-    "documents-32k": Load(
-        start=Spread(32768, 0.15, 49152),
-        added=_NOTHING,
-        output=_ANSWER,
-        think=_NOTHING,
-        turns=(1, 1),
-        shared=0,
-        requests=60,
-        limits=Limits(first=4.0, later=4.0, per_token=0.05),
-    ),
-    "documents-128k": Load(
-        start=Spread(LONGEST - 256, 0, LONGEST - 256),
-        added=_NOTHING,
-        output=_ANSWER,
-        think=_NOTHING,
-        turns=(1, 1),
-        shared=0,
-        requests=60,
-        limits=Limits(first=30.0, later=30.0, per_token=0.1),
-    ),
+    "documents-32k": _documents(Spread(32768, 0.15, 49152), Limits(4.0, 4.0, 0.05)),
+    "documents-128k": _documents(Spread(LONGEST - 256, 0, LONGEST - 256), Limits(30.0, 30.0, 0.1)),
     "agent": Load(
         start=Spread(54000, 0.35, 100000),
         added=Spread(2000, 1.0, 16000),
