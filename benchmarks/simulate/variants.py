@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
 from typing import Any
 
 from .decode import DecodeRule
@@ -74,17 +73,22 @@ def _decode() -> list[Variant]:
 
 
 def _samples() -> list[Variant]:
-    """A tail, a sample, or half of each for what is not certain to be attended."""
-    rules = {}
-    vectors = (("p2dr", 2), ("p3x2dr", 2), ("p4x2dr", 2), ("p2x1dr", 1), ("exact", 2), ("exact", 1))
-    for (scores, cell), tokens in product(vectors, (3072, 2048, 1536, 1024, 512)):
-        spread = "page" if cell == 2 and scores != "exact" else ""
-        rule = DecodeRule(scores, tokens, cell=cell, variance=spread)
-        name = f"{scores} cells of {cell} {tokens}"
-        rules[f"{name} tail"] = rule
-        rules[f"{name} sampled"] = replace(rule, sampled=1.0)
-        if tokens == 2048:
-            rules[f"{name} half sampled"] = replace(rule, sampled=0.5)
+    """A tail, or a sample, for what is not certain to be attended."""
+    rules = {
+        f"p2dr {tokens} tail": DecodeRule("p2dr", tokens, cell=2, variance="page")
+        for tokens in (3072, 2048, 1024)
+    }
+    pairs, single = DecodeRule("p2dr", cell=2, variance="page", sampled=1.0), {"variance": ""}
+    sketches = {
+        "p2dr": (pairs, (4096, 3072, 2048, 1536, 1024)),
+        "p3x2dr": (replace(pairs, scores="p3x2dr"), (3072, 2048, 1024)),
+        "p2x1dr": (replace(pairs, scores="p2x1dr", **single), (3072, 2048, 1536, 1024)),
+        "p2x1dr cells of 1": (replace(pairs, scores="p2x1dr", cell=1, **single), (2048, 1024)),
+        "exact": (replace(pairs, scores="exact", **single), (2048, 1024)),
+    }
+    for name, (rule, budgets) in sketches.items():
+        for tokens in budgets:
+            rules[f"{name} {tokens} sampled"] = replace(rule, tokens=tokens)
     return [Variant(name, rule) for name, rule in rules.items()]
 
 
