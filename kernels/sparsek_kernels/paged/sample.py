@@ -19,7 +19,8 @@ THREADS = 8
 """A segment's cells come in the order 0, 8, 16, 24, 1, 9, ...: as this many threads hold them."""
 MOST_CELLS = (1 << (31 - WHOLE_BITS)) - 1
 """Places of a list at most, so that sums of probabilities are 32-bit integers."""
-_SPREAD = 0x9E3779B1
+SPREAD = 0x9E3779B1
+"""The golden ratio, of ``2 ** 32``: multiples of it are spread evenly."""
 
 
 def start_of(position: int, head: int, heads: int) -> int:
@@ -30,7 +31,7 @@ def start_of(position: int, head: int, heads: int) -> int:
         head: KV head.
         heads: KV heads.
     """
-    return ((position * heads + head) * _SPREAD & 0xFFFFFFFF) >> (32 - WHOLE_BITS)
+    return ((position * heads + head) * SPREAD & 0xFFFFFFFF) >> (32 - WHOLE_BITS)
 
 
 def weight_steps(counts: torch.Tensor, places: int) -> torch.Tensor:

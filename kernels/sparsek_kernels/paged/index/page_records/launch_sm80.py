@@ -18,34 +18,33 @@ _SCRATCH_BYTES = 1 << 28
 """Most bytes of weights and what goes with them; larger steps go in batches of requests."""
 
 
-def choose(
-    call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor, fixed_order: bool
-) -> None:
-    """Write the chosen cells of a step's requests, and what is left of their segments.
+def choose(call: Selection, rule: Rule, shape: Shape, width: int, fixed_order: bool) -> None:
+    """Write the entries of the cells that are drawn for a step's requests.
 
+    width: segments of a row of scratch.
     fixed_order: sums are added up in an order that no batch changes.
     """
     rows = shape.QUERY_LEN * shape.GROUP
     shape = shape._replace(COLUMNS=4 if rows <= 4 else ceil_div(rows, 8) * 8)
-    each = call.heads * tails.shape[2] * 40 * shape.COLUMNS
+    each = call.heads * width * 40 * shape.COLUMNS
     most = max(_SCRATCH_BYTES // each // 4 * 4, 4)  # so that rows stay aligned
     for first in range(0, call.batch.num_decodes, most):
         requests = min(most, call.batch.num_decodes - first)
-        _choose_some(call, rule, shape, tails, fixed_order, first, requests)
+        _choose_some(call, rule, shape, width, fixed_order, first, requests)
 
 
 def _choose_some(
     call: Selection,
     rule: Rule,
     shape: Shape,
-    tails: torch.Tensor,
+    width: int,
     fixed_order: bool,
     first: int,
     requests: int,
 ) -> None:
     q, operands, batch = call.q, call.operands, call.batch
     device, records = q.device, operands.summary
-    columns, width = shape.COLUMNS, tails.shape[2]
+    columns = shape.COLUMNS
     jobs = requests * call.heads
     out, table = call.out[first:], batch.block_table[first:]
     lengths = (batch.seq_lens[first:], batch.cu_seqlens_q[first:])
@@ -95,8 +94,8 @@ def _choose_some(
     )
     run(
         cut_cells_kernel, (jobs * members,),
-        out, tails, counts, counters, weights.view(torch.uint8), tops, gains, states, *lengths,
+        out, counts, counters, weights.view(torch.uint8), tops, gains, states, *lengths,
         call.policy.dense_below, members, sums, segments, width,
-        out.stride()[:2], tails.stride()[:2],
+        out.stride()[:2],
         RULE=rule, SHAPE=shape, TURNS=size // 16, num_warps=WARPS.value, **overlap_options(device),
     )  # fmt: skip

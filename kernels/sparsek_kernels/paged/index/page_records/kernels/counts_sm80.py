@@ -1,13 +1,15 @@
-"""Counts of keys, ranks and lists within a warp, for the programs that cut (Gluon).
+"""Counts of keys, sums of shares and lists, for the programs that cut (Gluon).
 
 A thread has four cells of a segment: ``t``, ``8 + t``, ``16 + t`` and ``24 + t`` of thread ``t`` of
-its eight.  A word has their numbers in its bytes, or two numbers in its halves.
+its eight.  A word has their keys in its bytes, or two numbers in its halves.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from sparsek_kernels.paged.sample import CELL_BITS, STEPS, WHOLE_BITS
 
 
 @gluon.jit
@@ -142,101 +144,50 @@ def load_own(address):
     )
 
 
-@gluon.jit
-def flags_of(keys, least):
-    """1 in each byte of keys of ``count_keys`` that is at least ``least``, else 0."""
-    return ((keys + (64 - least) * 0x01010101) >> 7) & 0x01010101
+_SHARES: gl.constexpr = gl.constexpr(
+    "{ .reg .b32 a;"
+    + "".join(
+        f"bfe.u32 a, $4, {8 * i}, 8; mad.lo.u32 a, a, 4, $5; ld.shared.b32 ${i}, [a];"
+        for i in range(4)
+    )
+    + "}"
+)
 
 
 @gluon.jit
-def sum_of_bytes(x):
-    return (x * 0x01010101) >> 24
-
-
-@gluon.jit
-def bits_of_segment(flags, thread):
-    """A bit for each cell of a thread's segment, of the flags of its threads' cells."""
+def shares_of(keys, table):
+    """The shares of a thread's four cells, by a table of what each byte of ``count_keys`` has."""
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 o;
-        shl.b32 $0, $1, $2;
-        shfl.sync.bfly.b32 o, $0, 1, 31, 0xffffffff;
-        or.b32 $0, $0, o;
-        shfl.sync.bfly.b32 o, $0, 2, 31, 0xffffffff;
-        or.b32 $0, $0, o;
-        shfl.sync.bfly.b32 o, $0, 4, 31, 0xffffffff;
-        or.b32 $0, $0, o;
-        }
-        """,
-        "=&r,r,r", [flags, thread], dtype=gl.int32, is_pure=False, pack=1,
+        _SHARES, "=&r,=&r,=&r,=&r,r,r", [keys, table],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
 
-@gluon.jit
-def bits_of(x):
-    """How many bits of a word are set."""
-    return gl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def raise_low(word, low, count, BITS: gl.constexpr):
-    """``low``, or ``BITS`` more if no more than ``count`` bits of a word are below that."""
-    return gl.where(bits_of(word & ((1 << (low + BITS)) - 1)) <= count, low + BITS, low)
-
-
-@gluon.jit
-def lowest_bits(word, count):
-    """The ``count`` lowest of a word's set bits, or all of them if it has no more."""
-    low = raise_low(word, word * 0, count, 16)
-    low = raise_low(word, low, count, 8)
-    low = raise_low(word, low, count, 4)
-    low = raise_low(word, low, count, 2)
-    low = raise_low(word, low, count, 1)
-    return gl.where(bits_of(word) <= count, word, word & ((1 << low) - 1))
-
-
-_LIST: gl.constexpr = gl.constexpr(
-    """
-    {
-    .reg .pred p;
-    .reg .b32 n, m, c;
-    .reg .b64 at;
-    shl.b32 c, $4, 2;
-    bfi.b32 m, -1, 0, 0, c;
-    and.b32 n, $3, m;
-    popc.b32 n, n;
-    add.u32 n, n, $2;
-    mad.wide.u32 at, n, 4, $1;
-    shr.u32 m, $3, c;
-    add.u32 c, c, $5;
-    """
+_DRAWN: gl.constexpr = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 n, m, e, k; .reg .b64 at; mov.b32 e, $2;"
     + "".join(
-        f"""
-        and.b32 n, m, {1 << bit};
-        setp.ne.u32 p, n, 0;
-        @p st.global.b32 [at + 0], c;
-        @p add.u64 at, at, 4;
-        add.u32 c, c, 1;
-        """
-        for bit in range(4)
+        f"shr.u32 n, e, {WHOLE_BITS}; add.u32 e, e, ${3 + i}; shr.u32 m, e, {WHOLE_BITS};"
+        "setp.ne.u32 p, n, m; setp.lt.and.u32 p, n, $10, p;"
+        f"bfe.u32 k, $7, {8 * i}, 8; mul.lo.u32 k, k, {STEPS // 4}; sub.s32 k, $9, k;"
+        f"max.s32 k, k, 0; shl.b32 k, k, {CELL_BITS}; add.u32 k, k, $8; add.u32 k, k, {8 * i};"
+        "mad.wide.u32 at, n, 4, $1; @p st.global.b32 [at], k;"
+        for i in range(4)
     )
     + "mov.b32 $0, 0; }"
 )
 
 
 @gluon.jit
-def list_bits(address, place, bits, thread, first):
-    """Write the numbers of a segment's chosen cells into the list, ascending.
+def list_drawn(address, before, p0, p1, p2, p3, keys, first, steps, places):
+    """Write the entries of a thread's cells that are drawn: where the sum of shares passes a whole.
 
-    address: of the list, int64; place: where in the list the first of them goes; bits: a bit for
-    each chosen cell; first: the number of the segment's first cell.  Each of the segment's eight
-    threads writes those of four bits.
+    address: of the list, int64; before: the sum before the thread's cells; p0 to p3: their shares;
+    keys: a word of ``count_keys``; first: the first cell's number; steps: of the weight of a byte
+    of 0; places: of the list.
     """
     gl.inline_asm_elementwise(
-        _LIST, "=&r,l,r,r,r,r", [address, place, bits, thread, first],
+        _DRAWN, "=&r,l,r,r,r,r,r,r,r,r,r",
+        [address, before, p0, p1, p2, p3, keys, first, steps, places],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -304,79 +255,6 @@ def sum_of_warps_before(address):
         """,
         "=&r,r", [address], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def ones_where_not(flags):
-    """1 and 0 for cells without and with a flag, bfloat16, two cells in each of two words."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 x;
-        xor.b32 x, $2, 0x01010101;
-        mul.lo.u32 x, x, 255;
-        prmt.b32 $0, x, 0, 0x1100;
-        and.b32 $0, $0, 0x3F803F80;
-        prmt.b32 $1, x, 0, 0x3322;
-        and.b32 $1, $1, 0x3F803F80;
-        }
-        """,
-        "=&r,=&r,r", [flags], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-_LEFT: gl.constexpr = gl.constexpr(
-    "{ .reg .b32 t, z; mov.b32 z, 0x80008000;"  # -0
-    + _EVEN.value.format("$2")
-    + "fma.rn.bf16x2 $0, t, $4, z;"
-    + _ODD.value.format("$2")
-    + "fma.rn.bf16x2 $1, t, $4, z;"
-    + _EVEN.value.format("$3")
-    + "fma.rn.bf16x2 $0, t, $5, $0;"
-    + _ODD.value.format("$3")
-    + "fma.rn.bf16x2 $1, t, $5, $1; }"
-)
-
-
-@gluon.jit
-def left_of(a, b, first, second):
-    """Two columns' weights of a thread's cells, times ones or zeros, added up in two halves each.
-
-    a, b: as in ``add_scores``; first, second: ones and zeros of ``ones_where_not``.
-    """
-    return gl.inline_asm_elementwise(
-        _LEFT, "=&r,=&r,r,r,r,r", [a, b, first, second],
-        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def fold(low, high, upper, BIT: gl.constexpr):
-    """Of two registers of a pair of threads that differ in a bit, the sum of one in each.
-
-    low, high: pairs of bfloat16; upper: whether a thread is the pair's upper one.
-    """
-    return gl.inline_asm_elementwise(
-        f"""
-        {{
-        .reg .pred p;
-        .reg .b32 o, one;
-        setp.ne.s32 p, $3, 0;
-        mov.b32 one, 0x3F803F80;
-        selp.b32 o, $1, $2, p;
-        selp.b32 $0, $2, $1, p;
-        shfl.sync.bfly.b32 o, o, {BIT}, 31, 0xffffffff;
-        fma.rn.bf16x2 $0, o, one, $0;
-        }}
-        """,
-        "=&r,r,r,r", [low, high, upper], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def sum_of_halves(x):
-    """The sum of a word's two bfloat16 numbers, float32."""
-    return (x << 16).to(gl.float32, bitcast=True) + (x & -65536).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -1,13 +1,12 @@
-"""Which cells are chosen by their weights, and what is left of segments (Gluon).
+"""Which cells are drawn by their weights (Gluon).
 
 The rule is docs/selection.md.  A *group* of programs serves a request's rows of one KV head.  Of a
 segment 8 threads have every eighth cell:
 
 1. Cells have their scores, and these their integer keys.  Programs leave how many cells they have
    of each key.
-2. With the counts of the whole group the smallest key that is chosen is known, and how many cells
-   are chosen before a program's own: it writes its part of the list, and what is left of its
-   segments.
+2. With the counts of the whole group the share of each key is known, and the sum of shares before a
+   program's own cells: it writes its part of the list.
 
 Programs start in the order of their numbers, and a group has fewer than run at once: those that
 wait wait for programs that run.  Everything that programs exchange is stored by its owner and added
@@ -23,32 +22,28 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.paged.index.page_records.kernels.counts_sm80 import (
     add_scores,
-    bits_of,
-    bits_of_segment,
     clear_counters,
     count_keys,
     counters_of_keys,
-    flags_of,
-    fold,
     last_of_warp,
     leave_sum_of_warp,
-    left_of,
-    list_bits,
+    list_drawn,
     load_own,
-    lowest_bits,
-    ones_where_not,
     read_counters,
+    shares_of,
     shuffle_up,
     store_own,
-    sum_of_bytes,
-    sum_of_halves,
     sum_of_warps_before,
     twice,
 )
 from sparsek_kernels.paged.index.page_records.kernels.lanes_sm80 import shuffle
 from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import segments_of_program
+from sparsek_kernels.paged.sample import SPREAD, STEPS, WHOLE_BITS
 
 WARPS: gl.constexpr = gl.constexpr(4)
+OCTAVE: gl.constexpr = gl.constexpr(STEPS)
+WHOLE: gl.constexpr = gl.constexpr(WHOLE_BITS)
+START: gl.constexpr = gl.constexpr(SPREAD - (1 << 32))
 NONE: gl.constexpr = gl.constexpr(-1.0e30)
 
 
@@ -130,18 +125,6 @@ def totals_of(states_ptr, rows, COLUMNS: gl.constexpr, LANES: gl.constexpr):
 
 
 @gluon.jit
-def load_tops(at, segment, last, thread, COLUMNS: gl.constexpr):
-    """What a weight of 1 is of a thread's segment, for each column that it ends with."""
-    WIDE: gl.constexpr = min(COLUMNS, 8)
-    inside = (segment < last) & (thread < WIDE)
-    tops = ()
-    for first in gl.static_range(0, COLUMNS, WIDE):
-        here = at + segment * COLUMNS + first + thread % WIDE
-        tops = tops + (gl.load(here, mask=inside, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    return tops
-
-
-@gluon.jit
 def arrive(counter_ptr, thread):
     """Tell the group that what this program left for it is there."""
     thread_barrier()
@@ -178,17 +161,24 @@ def wait_for(counter_ptr, count, thread):
 
 
 @gluon.jit
-def cut_of(
+def share_of(steps):
+    """The probability of cells whose weights have some steps, int32 of ``2 ** WHOLE``."""
+    share = gl.exp2(WHOLE - steps.to(gl.float32) / OCTAVE).to(gl.int32)
+    return gl.where(steps > 0, share, 1 << WHOLE)
+
+
+@gluon.jit
+def shares_of_keys(
     counts_ptr, active, member, LANES: gl.constexpr, KEYS: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """The smallest key that is chosen, how many cells of it, and what comes before a program.
+    """The steps of key 0's weight, before they are cut off at 0, and the shares of two keys a lane.
 
-    The last numbers: cells of larger keys in earlier programs, cells of this key there, and here.
+    The last numbers: the sum of the shares of earlier programs' cells, and that of all.
     """
     lane = gl.arange(0, 32, layout=LANES)  # two keys each
     pairs = counts_ptr.to(gl.pointer_type(gl.int64)) + lane
     none = gl.zeros([32], gl.int32, LANES)
-    t0, t1, e0, e1, own0, own1 = none, none, none, none, none, none
+    t0, t1, e0, e1 = none, none, none, none
     for begin in range(0, active, 16):
         for i in gl.static_range(16):
             row = begin + i
@@ -200,33 +190,37 @@ def cut_of(
             t1 += high
             e0 += gl.where(row < member, low, 0)
             e1 += gl.where(row < member, high, 0)
-            own0 += gl.where(row == member, low, 0)
-            own1 += gl.where(row == member, high, 0)
-    reach0 = gl.associative_scan(t0 + t1, 0, add, reverse=True)  # cells of this key and above
-    reach1 = reach0 - t0
-    enough = (reach0 >= COUNT).to(gl.int32) + (reach1 >= COUNT).to(gl.int32)
-    threshold = gl.sum(enough, axis=0) - 1
-    above = gl.maximum(gl.where(reach0 < COUNT, reach0, 0), gl.where(reach1 < COUNT, reach1, 0))
-    needed = COUNT - gl.max(above, axis=0)
-    more = gl.where(2 * lane > threshold, e0, 0) + gl.where(2 * lane + 1 > threshold, e1, 0)
-    is0, is1 = 2 * lane == threshold, 2 * lane + 1 == threshold
-    same = gl.where(is0, e0, 0) + gl.where(is1, e1, 0)
-    here = gl.where(is0, own0, 0) + gl.where(is1, own1, 0)
-    return threshold, needed, gl.sum(more, axis=0), gl.sum(same, axis=0), gl.sum(here, axis=0)
+    larger1 = gl.associative_scan(t0 + t1, 0, add, reverse=True) - t0 - t1
+    larger0 = larger1 + t1  # cells of larger keys
+    size0 = gl.exp2(lane.to(gl.float32) * 0.5)
+    size1 = size0 * 1.189207115002721
+    m0, m1 = t0.to(gl.float32) * size0, t1.to(gl.float32) * size1
+    until1 = gl.associative_scan(m0 + m1, 0, add)
+    until0 = gl.where(lane > 0, shuffle(until1, gl.maximum(lane - 1, 0)), 0.0) + m0
+    some0 = larger0.to(gl.float32) + until0 / size0 >= COUNT  # not all of this key and above
+    some1 = larger1.to(gl.float32) + until1 / size1 >= COUNT
+    rest = gl.sum(gl.where(some0, m0, 0.0) + gl.where(some1, m1, 0.0), axis=0)
+    certain = gl.sum(gl.where(some0, 0, t0) + gl.where(some1, 0, t1), axis=0)
+    threshold = log2(rest / (COUNT - certain).to(gl.float32) + gl.zeros([32], gl.float32, LANES))
+    first = gl.ceil(OCTAVE * threshold).to(gl.int32)
+    share0 = share_of(gl.maximum(first - 2 * (OCTAVE // 4) * lane, 0))
+    share1 = share_of(gl.maximum(first - (2 * lane + 1) * (OCTAVE // 4), 0))
+    before = gl.sum(e0 * share0 + e1 * share1, axis=0)
+    return gl.max(first, axis=0), share0, share1, before, gl.sum(t0 * share0 + t1 * share1, axis=0)
 
 
 @gluon.jit(do_not_specialize=["dense_below", "members", "sums", "segments", "width"])
 def cut_cells_kernel(
-    out_ptr, tail_ptr, count_ptr, counter_ptr, weights_ptr, tops_ptr, gains_ptr, state_ptr,
+    out_ptr, count_ptr, counter_ptr, weights_ptr, tops_ptr, gains_ptr, state_ptr,
     seq_lens_ptr, cu_seqlens_ptr,
-    dense_below, members, sums, segments, width, out_strides, tail_strides,
+    dense_below, members, sums, segments, width, out_strides,
     RULE: gl.constexpr, SHAPE: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The chosen cells of requests, ascending, and the logits of what is left of segments.
+    """Entries of the cells that are drawn for requests, ``[R, Hkv, SCORED_BLOCKS]`` int32.
 
     ``members`` programs for each request and KV head.  ``sums``: partial sums of each at most, of
-    ``segments`` far segments or more but for the first.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32,
-    and ``[T, Hq, segments]`` float32.  ``counter_ptr``: a zero for each request and KV head.
+    ``segments`` far segments or more but for the first.  ``counter_ptr``: a zero for each request
+    and KV head.
     """
     KEYS: gl.constexpr = RULE.KEYS
     GROUP: gl.constexpr = SHAPE.GROUP
@@ -238,7 +232,6 @@ def cut_cells_kernel(
     NEAR: gl.constexpr = SINKS + (2 if QUERY_LEN > 1 else 1)
     COLUMNS: gl.constexpr = SHAPE.COLUMNS
     SEGMENTS: gl.constexpr = 16 * TURNS
-    WIDE: gl.constexpr = min(COLUMNS, 8)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if OVERLAP:
         gl.inline_asm_elementwise(
@@ -355,76 +348,44 @@ def cut_cells_kernel(
     mine = key_counters + key[:, None] * 128 + half[None, :] * 64
     counts = count_ptr + job.to(gl.int64) * members * KEYS
     gl.store(counts + member * KEYS + key, gl.sum(read_counters(mine), axis=1))
-    at_tops = tops_ptr + job.to(gl.int64) * width * COLUMNS
-    tops = load_tops(at_tops, first_segment[:, None], last, thread, COLUMNS)
     arrive(counter, every_thread)
     wait_for(counter, active, every_thread)
-    threshold, needed, more_before, same_before, same_here = cut_of(
+    first, share0, share1, before, all_shares = shares_of_keys(
         counts, active, member, LANES, KEYS, COUNT
     )
+    start = ((position * NUM_KV_HEADS + kv_head) * START >> (32 - WHOLE)) & ((1 << WHOLE) - 1)
 
-    # Of the cells of the smallest key some programs choose all, some none, and one the first ones.
-    room = needed - same_before
-    least = gl.where(room > 0, threshold, threshold + 1)
-    if (room > 0) & (room < same_here):
-        count = gl.zeros([16, 8], gl.int32, ROWS)
-        for turn in range(TURNS):
-            word = load_own(own_words + 512 * turn)
-            count += flags_of(word, threshold) - flags_of(word, threshold + 1)
-        leave_sum_of_warp(key_counters + 0 * thread, sum_of_bytes(count))
-        thread_barrier()
-        left_over = room - sum_of_warps_before(key_counters + 0 * thread)
-        for turn in range(TURNS):
-            word = load_own(own_words + 512 * turn)
-            equal = flags_of(word, threshold) - flags_of(word, threshold + 1)
-            bits = bits_of_segment(equal, thread)
-            here = bits_of(bits)
-            until = here + shuffle_up(here, 8)
-            until += shuffle_up(until, 16)
-            chosen = lowest_bits(bits, gl.maximum(left_over - (until - here), 0))
-            word -= ((bits ^ chosen) >> thread) & 0x01010101
-            store_own(own_words + 512 * turn, word)
-            left_over -= last_of_warp(until)
-    count = gl.zeros([16, 8], gl.int32, ROWS)
-    for turn in range(TURNS):
-        count += flags_of(load_own(own_words + 512 * turn), least)
-    leave_sum_of_warp(key_counters + 16 + 0 * thread, sum_of_bytes(count))
+    # The counters' place is free: shares by the bytes of keys, which have 64 more; 0 outside.
+    lane = gl.arange(0, 32, layout=LANES)
+    store_own(key_counters + 4 * lane, lane * 0)
+    store_own(key_counters + 4 * (64 + 2 * lane), share0)
+    store_own(key_counters + 4 * (65 + 2 * lane), share1)
     thread_barrier()
-    place = sum_of_warps_before(key_counters + 16 + 0 * thread)
-    place += more_before + gl.minimum(same_before, needed)
-
-    rows = tail_ptr + first_token.to(gl.int64) * tail_strides[0]
-    rows += kv_head * GROUP * tail_strides[1]
-    list_at = out.to(gl.int64) + 0 * thread.to(gl.int64)
-    bit0, bit1, bit2 = thread & 1, thread & 2, thread & 4
+    total = gl.zeros([16, 8], gl.int32, ROWS)
     for turn in range(TURNS):
-        segment = (first_segment + 4 * turn)[:, None]
-        keep = segment < last
-        coming = load_tops(at_tops, segment + 4, last, thread, COLUMNS)
-        flags = flags_of(load_own(own_words + 512 * turn), least)
-        taken = bits_of_segment(flags, thread)
-        here = bits_of(taken)
-        until = here + shuffle_up(here, 8)
+        p0, p1, p2, p3 = shares_of(load_own(own_words + 512 * turn), key_counters + 0 * thread)
+        total += p0 + p1 + p2 + p3
+    leave_sum_of_warp(key_counters + 4 * 128 + 0 * thread, total)
+    thread_barrier()
+    sum_before = before + start + sum_of_warps_before(key_counters + 4 * 128 + 0 * thread)
+    list_at = out.to(gl.int64) + 0 * thread.to(gl.int64)
+    for turn in range(TURNS):
+        word = load_own(own_words + 512 * turn)
+        p0, p1, p2, p3 = shares_of(word, key_counters + 0 * thread)
+        here = p0 + p1 + p2 + p3
+        until = here + shuffle_up(here, 1)
+        until += shuffle_up(until, 2)
+        until += shuffle_up(until, 4)
+        until += shuffle_up(until, 8)
         until += shuffle_up(until, 16)
-        list_bits(list_at, place + until - here, taken, thread, segment * 32 + 0 * thread)
-        place += last_of_warp(until)
-        # What is left of a segment for 4 or 8 columns, of which each thread ends with one.
-        f0, f1 = ones_where_not(flags)
-        for first in gl.static_range(0, COLUMNS, WIDE):
-            x = ()
-            for pair in gl.static_range(first // 2, (first + WIDE) // 2):
-                a, b = two_words(weights.index(turn), pair, ROWS)
-                x = x + left_of(a, b, f0, f1)
-            part = fold(fold(x[0], x[1], bit0, 1), fold(x[2], x[3], bit0, 1), bit1, 2)  # type: ignore[misc]
-            if WIDE == 4:
-                part = fold(part, part, bit2, 4)
-            else:
-                high = fold(fold(x[4], x[5], bit0, 1), fold(x[6], x[7], bit0, 1), bit1, 2)  # type: ignore[misc]
-                part = fold(part, high, bit2, 4)
-            of = first + thread % WIDE  # its column
-            left = tops[first // WIDE] + log2(sum_of_halves(part)) + 1.0
-            left = gl.where(taken == -1, float("-inf"), left)
-            to_tail = rows + (of // GROUP) * tail_strides[0] + (of % GROUP) * tail_strides[1]
-            wanted = keep & (of < QUERY_LEN * GROUP) & (of // GROUP < num_tokens)
-            gl.store(to_tail + segment, left, mask=wanted & (thread < WIDE))
-        tops = coming
+        cell = (first_segment + 4 * turn)[:, None] * 32 + thread
+        list_drawn(
+            list_at, sum_before + until - here, p0, p1, p2, p3, word, cell,
+            thread * 0 + (first + 64 * (OCTAVE // 4)), thread * 0 + COUNT,
+        )  # fmt: skip
+        sum_before += last_of_warp(until)
+    if member == 0:
+        for place in range((start + all_shares) >> WHOLE, COUNT, 128):
+            gl.store(
+                out + place + every_thread, every_thread * 0 - 1, mask=place + every_thread < COUNT
+            )
