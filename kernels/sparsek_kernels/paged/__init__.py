@@ -8,7 +8,7 @@ from sparsek_kernels.paged.api import (
     write_kv,
 )
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.chosen import Chosen, Tail
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.page_records import PageRecords
@@ -33,7 +33,6 @@ __all__ = [
     "Seer",
     "SelectionPolicy",
     "StepPolicy",
-    "Tail",
     "TwoStep",
     "VerticalSlash",
     "attend_segment",

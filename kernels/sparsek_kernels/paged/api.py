@@ -16,6 +16,7 @@ from sparsek_kernels.paged.checks import (
     check_batch_layout,
     check_cache,
     check_cache_dtype,
+    check_context,
     check_rotation,
     check_summary,
     check_triton_layout,
@@ -190,7 +191,7 @@ def select_blocks(
         indexers: what chooses; default: :func:`default_indexers`.
 
     Returns:
-        One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
+        One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, as ``Chosen`` has them;
         rows of tiles that see everything are -1.  Decodes have blocks of the size and number of
         their own policy, and a tile per token, or one for all with an alignment.
 
@@ -360,6 +361,7 @@ def check_segment(operands: PagedOperands, segment: Segment, index: Indexer | No
             f"hold them, got sel_block_size={policy.sel_block_size}; plan the step by fit_both()"
         )
     check_batch(q, batch, k_cache, shared=operands.lse is not None)
+    check_context(batch, policy)
     if index is not None:
         index.check(policy, k_cache, q.shape[1])
         if index.reads_pages:

@@ -11,6 +11,7 @@ import torch
 from sparsek_kernels.checks import check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.sample import CELL_BITS
 
 
 def check_cache_dtype(
@@ -82,6 +83,20 @@ def check_summary(k_summary: torch.Tensor, k_cache: torch.Tensor, least: int) ->
         raise ValueError(
             "k_summary: expected the bytes of a page and head side by side, "
             f"got strides {k_summary.stride()}"
+        )
+
+
+def check_context(batch: PagedBatch, policy: SelectionPolicy) -> None:
+    """Check that lists can number the cells of the longest sequence, where cells are chosen.
+
+    Raises:
+        NotImplementedError: they cannot.
+    """
+    most = policy.sel_block_size << CELL_BITS
+    if policy.alignment and batch.max_seq_len > most:
+        raise NotImplementedError(
+            f"batch.max_seq_len: decoded tokens that choose by records have contexts of at most "
+            f"{most} tokens, got {batch.max_seq_len}; use shorter ones, or another mode"
         )
 
 

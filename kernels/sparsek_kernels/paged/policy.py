@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from sparsek_kernels.paged.sample import MOST_CELLS
+
 CELL_SIZE = 16
 """Tokens whose keys share a mean; blocks and pages are multiples of them."""
 
@@ -108,6 +110,11 @@ class SelectionPolicy:
             raise ValueError(
                 f"alignment: expected 0, or a multiple of {SEGMENT} with query_tile 1 and top_k >= "
                 f"1, got {alignment} with {self.query_tile} and {self.top_k}"
+            )
+        if self.top_k > MOST_CELLS:
+            raise ValueError(
+                f"top_k: expected at most {MOST_CELLS} with an alignment (decode_tokens of "
+                f"{MOST_CELLS * CELL}), got {self.top_k}"
             )
         if not isinstance(size, int) or size < 2 or size & (size - 1) or alignment % size:
             raise ValueError(

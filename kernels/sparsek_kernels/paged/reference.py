@@ -13,6 +13,7 @@ from sparsek_kernels.paged.attend.reference import (
     Select,
     attend_reference,
     gather_sequence,
+    list_logs,
     visible_reference,
 )
 from sparsek_kernels.paged.batch import PagedBatch
@@ -48,6 +49,7 @@ __all__ = [
     "gate_scores_reference",
     "gather_sequence",
     "kernel_shares_reference",
+    "list_logs",
     "listed_reference",
     "means_reference",
     "paged_attention_reference",
@@ -75,11 +77,12 @@ def select_blocks_reference(
         k: ``[N, Hkv, D]``.
 
     Returns:
-        For each KV head, ascending block indices; ``None`` where the tile sees everything.
+        For each KV head, ascending block indices, or with an alignment the entries of its list;
+        ``None`` where the tile sees everything.
     """
     if policy.alignment:
-        found = choose_reference(q, k[: positions[-1] + 1], k, positions[0], policy, softmax_scale)
-        return None if found is None else found.cells
+        found = choose_reference(q, k[: positions[-1] + 1], positions[0], policy, softmax_scale)
+        return None if found is None else found.entries
     if policy.sees_all(positions[0]):
         return None
     listed = candidates_reference(q, k, positions, policy, softmax_scale)
@@ -129,6 +132,7 @@ def attend_by_records_reference(
     policy: SelectionPolicy,
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
+    select: Select = select_blocks_reference,
 ) -> torch.Tensor:
     """Attention ``[n, Hq, Dv]`` float64 of neighbouring tokens that choose together by records.
 
@@ -136,19 +140,14 @@ def attend_by_records_reference(
         q: ``[n, Hq, D]``, the queries from position ``start`` on.
         k, v: ``[N, Hkv, D]``.
         sinks: ``[Hq]`` logits that join the denominator only.
+        select: what chooses the tokens' lists.
     """
-    key = torch.arange(len(k))
-    causal = key <= torch.arange(start, start + len(q))[:, None]
-    visible, tail = causal.unsqueeze(1).repeat(1, k.shape[1], 1), None
-    found = choose_reference(q, k[: start + len(q)], v, start, policy, softmax_scale)
-    if found is not None:
-        cell = key // policy.sel_block_size
-        first, last = policy.candidate_range(start)
-        for head, cells in enumerate(found.cells):
-            far = torch.isin(cell, torch.tensor(cells))
-            visible[:, head] &= (cell < first) | (cell >= last) | far
-        tail = found.logits, found.values
-    return attend_reference(q, k, v, visible, softmax_scale, sinks, tail)
+    positions = list(range(start, start + len(q)))
+    causal = torch.arange(len(k)) <= torch.tensor(positions)[:, None]
+    visible = causal.unsqueeze(1).expand(-1, k.shape[1], -1)
+    entries = select(q, k, positions, policy, softmax_scale)
+    logs = None if entries is None else list_logs(entries, len(k), start, policy)
+    return attend_reference(q, k, v, visible, softmax_scale, sinks, logs)
 
 
 def paged_attention_reference(
@@ -167,7 +166,8 @@ def paged_attention_reference(
     Records are computed from K and V, so that this also checks the ones kept in the cache.
 
     Args:
-        select: what chooses the blocks of a tile, called for tiles in the order of their queries.
+        select: what chooses the blocks of a tile, or the lists of tokens, called for them in the
+            order of their queries.
     """
     step = StepPolicy.of(policy)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -186,7 +186,7 @@ def paged_attention_reference(
             together = end - begin if request < batch.num_decodes else 1
             for row in range(begin, end, together):
                 start = positions[row - begin]
-                rows = (q[row : row + together], k, v, start, rule, scale, sinks)
+                rows = (q[row : row + together], k, v, start, rule, scale, sinks, select)
                 out[row : row + together] = attend_by_records_reference(*rows)
             continue
         visible = visible_reference(q[begin:end], k, positions, rule, scale, select)

@@ -42,14 +42,15 @@ def weight_steps(counts: torch.Tensor, places: int) -> torch.Tensor:
         places: cells to keep.
     """
     keys = torch.arange(counts.shape[-1])
-    sizes = (keys / 4.0).exp2()
+    sizes = (keys.double() / 4.0).exp2()
     larger = counts.flip(-1).cumsum(-1).flip(-1) - counts  # cells of larger keys
     until = (counts * sizes).cumsum(-1)
     whole = (larger + until / sizes < places).sum(-1, keepdim=True)  # keys kept for certain
     some = keys < counts.shape[-1] - whole
     certain = torch.where(some, 0, counts).sum(-1, keepdim=True)
     rest = torch.where(some, counts * sizes, 0.0).sum(-1, keepdim=True)
-    threshold = (STEPS * (rest / (places - certain)).log2()).ceil().int()
+    # Where T is the size of a key, the last bits of a sum do not decide.
+    threshold = (STEPS * (rest / (places - certain)).log2() - 1e-6).ceil().int()
     return (threshold - STEPS // 4 * keys).clamp(min=0).int()
 
 

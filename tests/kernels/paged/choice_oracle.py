@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
-MARGIN = 0.0025
-"""Most error of a score, in steps of its key: a quarter of an octave each."""
+from sparsek_kernels.paged.index.page_records.reference import (
+    Choice,
+    draw_by_scores,
+    key_reference,
+)
+
+MARGIN = 0.0005
+"""Most relative error of a score."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def pair_size(codes: torch.Tensor) -> torch.Tensor:
     return (1 + codes % 2 / 2) * 2.0 ** (codes // 2 - 64)
 
 
-def token_cells(
+def choose(
     q: torch.Tensor,
     k: torch.Tensor,
     fields: Fields,
@@ -87,18 +94,18 @@ def token_cells(
     local: int,
     top_k: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The cells that the tokens of a request choose for a KV head, and what is left of segments.
+    start: int,
+) -> Choice:
+    """What the tokens of a request choose for a KV head, which is the choice's head 0.
 
     Args:
         q: ``[n, G, D]`` float64.
         k: ``[N, D]``, up to the last token's own.
         fields: of the segments from ``front`` on, up to the first token's own at least.
         front, local: segments; those between compete.
-
-    Returns:
-        Cells from ``front`` on, ascending; logits ``[n, G, local - front]``; whether scores that
-        are wrong by the margin choose the same.
+        top_k: places of the list.
+        scale: of logits.
+        start: what the sum of shares begins with, of 65536 (``start_reference``).
     """
     own, far = (len(k) - len(q)) // 64, local - front
     logits = scale * torch.einsum("tgd,nvd->tgnv", q, fields.vectors[: own - front])
@@ -112,54 +119,40 @@ def token_cells(
     total, logits = every.logsumexp(-1), logits[..., :far, :]
     scores = (logits + gain.unsqueeze(-1) + math.log(2) - total[..., None, None]).exp().sum((0, 1))
     scores = scores.nan_to_num(0.0, math.inf).flatten()
-    steps = key_steps(scores, top_k / q.shape[:2].numel())
-    keys = steps.floor().clamp(0, 63)
-    order = keys.argsort(descending=True, stable=True)
-    chosen = order[:top_k].sort().values
-    last = keys[order[:top_k]][-1:]
-    edges = torch.stack([last, last + 1])
-    edges = torch.where((edges >= 1) & (edges <= 63), edges, math.inf)  # all others are one key
-    sure = bool(((steps - edges).abs() > MARGIN).all())
-    left = torch.ones(scores.shape[0], dtype=torch.bool)
-    left[chosen] = False
-    rest = (logits.flatten(2) + math.log(2)).masked_fill(~left, -math.inf)
-    return chosen, rest.unflatten(2, (-1, 32)).logsumexp(-1), sure
+    rows = q.shape[:2].numel()
+    return draw_by_scores(scores[None], [start], top_k, 32 * front, rows)
 
 
-def key_steps(scores: torch.Tensor, share: float) -> torch.Tensor:
-    """Keys before they are cut to integers: 4 an octave, linear within one.
-
-    Args:
-        share: cells that are chosen for each token and query head; the last key begins below its
-            inverse.
-    """
-    fraction, exponent = torch.frexp(scores)
-    octaves = exponent - 1 + math.floor(math.log2(max(share, 1.0)))
-    steps = 63 + 4 * octaves + (fraction * 2 - 1) * 4
-    return torch.where(scores > 0.0, steps, -math.inf)
+def sure(choice: Choice) -> bool:
+    """Whether scores that are wrong by the margin choose the same list."""
+    places = len(choice.entries[0])
+    keys = [
+        key_reference(choice.scores[0] * (1.0 + error), places, choice.rows)
+        for error in (-MARGIN, 0.0, MARGIN)
+    ]
+    return all(torch.equal(other, keys[0]) for other in keys[1:])
 
 
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    fields: Fields,
+    entries: Sequence[int],
     front: int,
     local: int,
-    top_k: int,
     scale: float,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, bool]:
-    """Outputs ``[n, G, D]`` for a KV head, and whether the choice is sure; see above."""
-    cells, rest, sure = token_cells(q, k, fields, front, local, top_k, scale)
-    keys = (cells * 2 + 64 * front)[:, None] + torch.arange(2)
-    seen = torch.cat([torch.arange(64 * front), keys.flatten(), torch.arange(64 * local, len(k))])
-    exact = scale * q @ k[seen].mT
+) -> torch.Tensor:
+    """Outputs ``[n, G, D]`` for a KV head, over the entries of a list; see above."""
+    logs = torch.zeros(len(k), dtype=torch.float64)
+    logs[64 * front : 64 * local] = -math.inf
+    for entry in entries:
+        if entry >= 0:
+            cell, steps = entry % 2**21, entry // 2**21
+            logs[2 * cell : 2 * cell + 2] = steps / 32 * math.log(2)
+    logits = scale * q @ k.mT + logs
     own = len(k) - len(q) + torch.arange(len(q))
-    exact = exact.masked_fill((seen > own[:, None])[:, None], -math.inf)
-    logits = torch.cat([exact, rest], -1)
-    values = torch.cat([v[seen], fields.value[: local - front]])
+    logits = logits.masked_fill((torch.arange(len(k)) > own[:, None])[:, None], -math.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks[None, :, None].expand(len(q), -1, 1)], -1)
-        values = torch.cat([values, torch.zeros_like(values[:1])])
-    return logits.softmax(-1) @ values, sure
+    return logits.softmax(-1)[..., : len(k)] @ v

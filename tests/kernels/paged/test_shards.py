@@ -20,7 +20,7 @@ from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.paged.cache_cases import POLICIES, Case, make_case
 from tests.kernels.paged.record_batches import make_records
-from tests.kernels.paged.records_oracle import decode_reference
+from tests.kernels.paged.records_oracle import checked_lists, decode_reference
 from tests.kernels.shared_pages import held_pages, on_ranks
 
 LENGTHS, QUERIES = [1, 33, 64, 131, 300, 517], [1, 2, 1, 2, 1, 2]
@@ -93,7 +93,8 @@ def test_by_records_ranks_choose_and_attend_what_one_does(page_size: int, new: i
     assert calls == 2 * 2 * choosing  # totals and keys, of each token
     sinks = torch.linspace(-1, 2, case.q.shape[1])
     merged = merge_shards(*(torch.stack(parts) for parts in zip(*found, strict=True)), sinks)
+    select = checked_lists(alone.indices, 1e-4)
     expected = decode_reference(
-        case.q, case.k_cache, case.v_cache, case.batch, case.policy, 64**-0.5, sinks
+        case.q, case.k_cache, case.v_cache, case.batch, case.policy, 64**-0.5, sinks, select
     )
     torch.testing.assert_close(merged.double(), expected, atol=2e-5, rtol=1e-5)

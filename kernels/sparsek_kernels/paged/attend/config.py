@@ -14,12 +14,8 @@ from sparsek_kernels.paged.config import (
     next_power_of_2,
 )
 
-TAIL_SEGMENTS = 64
-"""Segments of a tail per iteration."""
 MANY_PROGRAMS = 32
 """Decodes times KV heads from which on programs have fewer warps."""
-SEGMENTS_PER_PIECE = 128
-"""Segments of a tail that are as much work as an iteration over keys."""
 
 
 def decode_config(

@@ -74,7 +74,7 @@ def attend_tiles(
         q: ``[T, Hkv, G, Q, D]``.
         chosen: of these tiles, or ``None``.
     """
-    if chosen is not None and chosen.tail is not None:
+    if chosen is not None and policy.alignment:
         out, lse = attend_blocks(q.squeeze(3), operands, group, chosen, policy)
         sinks = None if operands.sinks is None else operands.sinks.view(lse.shape[1:])
         return merge_shards(out[None], lse[None], sinks).to(q.dtype).unsqueeze(3)
@@ -183,7 +183,7 @@ def _decode(
         return
     every = plan.rows.numel() == q.shape[0]
     rows = q if every else q.index_select(0, plan.rows)
-    mine = None if chosen is None else chosen.of_tiles(plan.rows, plan.lists)
+    mine = None if chosen is None else chosen.of_tiles(plan.lists)
     attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, mine, rule).squeeze(3)
     if every:
         out.copy_(attended)

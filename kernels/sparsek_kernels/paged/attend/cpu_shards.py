@@ -27,7 +27,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         out[rows], lse[rows] = _attend_everything(q[rows], operands, table, length)
     if plan.group is not None:
         held = (batch.block_table >= 0).index_select(0, plan.requests)
-        mine = None if chosen is None else chosen.of_tiles(plan.rows, plan.lists)
+        mine = None if chosen is None else chosen.of_tiles(plan.lists)
         out[plan.rows], lse[plan.rows] = attend_blocks(
             q.index_select(0, plan.rows),
             operands,

@@ -11,13 +11,7 @@ import torch
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.recording import run
-from sparsek_kernels.paged.attend.config import (
-    SEGMENTS_PER_PIECE,
-    TAIL_SEGMENTS,
-    decode_config,
-    prefill_config,
-    row_config,
-)
+from sparsek_kernels.paged.attend.config import decode_config, prefill_config, row_config
 from sparsek_kernels.paged.attend.kernels.constants import Rule, Shape, Tiling
 from sparsek_kernels.paged.attend.kernels.fwd import attend_kernel
 from sparsek_kernels.paged.attend.launch_sm90 import attend_fits, attend_hopper
@@ -27,7 +21,6 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from sparsek_kernels.paged.record import record_bytes
 from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 _DENSE_TILE = 64
@@ -37,7 +30,7 @@ _MOST_ROWS = 64
 
 def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | None) -> None:
     """Triton form of :func:`sparsek_kernels.paged.attend.attend`."""
-    indices, tail = (None, None) if chosen is None else chosen
+    indices = None if chosen is None else chosen.indices
     batch, policy, decode = segment.batch, segment.policy, segment.decodes
     q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out
     _, heads, page_size, dim = k_cache.shape
@@ -59,8 +52,6 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
     if topk:
         budget = ceil_div(policy.budget_blocks * sel_block, run_keys)
         blocks = min(blocks, max(budget, policy.dense_below // run_keys))
-        if tail is not None:
-            blocks += ceil_div(tail.logits.shape[2], SEGMENTS_PER_PIECE)
     elif policy.window_size is not None:
         attended = policy.num_sink + policy.window_size + (0 if decode else tile)
         blocks = min(blocks, max(attended, policy.dense_below) // sel_block + 2)
@@ -113,8 +104,6 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         v_cache,
         q if operands.sinks is None else operands.sinks,
         batch.seq_lens if indices is None else indices,
-        batch.seq_lens if tail is None else tail.logits,
-        batch.seq_lens if tail is None else tail.records,
         batch.seq_lens if tiles is None else tiles,
         batch.block_table,
         batch.seq_lens,
@@ -128,7 +117,6 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         k_cache.stride()[:3],
         v_cache.stride()[:3],
         indices.stride()[:2] if indices is not None else (0, 0),
-        (*tail.logits.stride()[:2], *tail.records.stride()[:2]) if tail is not None else (0,) * 4,
         batch.block_table.stride(0),
         RULE=Rule(
             MODE=0 if policy.is_dense else 2 if topk else 1,
@@ -152,14 +140,12 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             HAS_SINKS=operands.sinks is not None,
             SHARDED=operands.lse is not None,
             JOINED=k_cache.stride() == v_cache.stride(),
-            RECORD=0 if tail is None else record_bytes(dim),
         ),
         TILING=Tiling(
             QUERIES=config.queries,
             BLOCK_H=config.block_h,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            BLOCK_P=TAIL_SEGMENTS,
             MOST_SPLITS=most_splits(config.splits),
             NUM_STAGES=config.num_stages,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -12,7 +13,8 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 Select: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, list[int], SelectionPolicy, float], list[list[int]] | None
 ]
-"""Chooses a tile's blocks for each KV head; ``None`` where the tile sees everything."""
+"""Chooses a tile's blocks for each KV head, or with an alignment the entries of lists of cells;
+``None`` where the tile sees everything."""
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -69,6 +71,28 @@ def visible_reference(
     return visible
 
 
+def list_logs(
+    entries: list[list[int]], length: int, start: int, policy: SelectionPolicy
+) -> torch.Tensor:
+    """Natural logs ``[Hkv, length]`` float64 of the weights of keys, by lists; -inf: not attended.
+
+    Args:
+        entries: for each KV head ``cell + (steps << 21)``, or -1.
+        length: keys of the sequence.
+        start: position of the first token that shares the lists.
+        policy: one with an alignment.
+    """
+    first, last = policy.candidate_range(start)
+    cell = torch.arange(length) // policy.sel_block_size
+    near = (cell < first) | (cell >= last)
+    logs = torch.where(near, 0.0, -math.inf).double().repeat(len(entries), 1)
+    for mine, listed in zip(logs, entries, strict=True):
+        for entry in listed:
+            if entry >= 0:
+                mine[cell == entry % 2**21] = entry // 2**21 / 32 * math.log(2.0)
+    return logs
+
+
 def attend_reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -76,15 +100,14 @@ def attend_reference(
     visible: torch.Tensor,
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
-    tail: tuple[torch.Tensor, torch.Tensor] | None = None,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention under an explicit mask; a row that sees nothing gives zeros.
 
     Args:
         q: ``[n, Hq, D]``; k, v: ``[N, Hkv, D]``; visible: ``[n, Hkv, N]``.
         sinks: ``[Hq]`` logits that join the denominator only.
-        tail: more keys, by natural logits ``[n, Hq, m]``, scale included (-inf: none), and values
-            ``[m, Hkv, Dv]``.
+        logs: ``[Hkv, N]`` natural logs of the weights of keys (:func:`list_logs`).
 
     Returns:
         ``[n, Hq, Dv]`` float64.
@@ -94,11 +117,9 @@ def attend_reference(
     values = v.double().repeat_interleave(group, dim=1)
     mask = visible.repeat_interleave(group, dim=1)
     logits = torch.einsum("nhd,khd->nhk", q.double(), keys) * softmax_scale
+    if logs is not None:
+        logits = logits + logs.double().repeat_interleave(group, dim=0)
     logits = logits.masked_fill(~mask, float("-inf"))
-    if tail is not None:
-        logits = torch.cat([logits, tail[0].double()], dim=-1)
-        values = torch.cat([values, tail[1].double().repeat_interleave(group, dim=1)])
-        mask = torch.cat([mask, tail[0] > float("-inf")], dim=-1)
     if sinks is not None:
         extra = sinks.double()[None, :, None].expand(q.shape[0], -1, 1)
         probs = torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]

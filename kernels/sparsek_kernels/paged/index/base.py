@@ -99,12 +99,11 @@ class Indexer(ABC):
 
     @abstractmethod
     def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
-        """Return the chosen blocks, ``[lists, Hkv, policy.scored_blocks]`` int32, ascending.
+        """Return the chosen blocks, ``[lists, Hkv, policy.scored_blocks]`` int32: see ``Chosen``.
 
-        What stands in for the other blocks, if anything does, comes with them.  Every decoded token
-        has a list, or every request (``Segment.by_request``); a prefill has one for every
-        ``query_tile`` positions that it touches, request after request.  Where everything is seen
-        the row is -1.  On a GPU there may be more rows at the end.
+        Every decoded token has a list, or every request (``Segment.by_request``); a prefill has
+        one for every ``query_tile`` positions that it touches, request after request.  Where
+        everything is seen the row is -1.  On a GPU there may be more rows at the end.
         """
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:

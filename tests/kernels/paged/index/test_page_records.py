@@ -17,9 +17,24 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.cpu.native import decode as native_decode
+from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.lengths import batch_of_lengths
-from tests.kernels.paged.record_batches import TILES, make_records
-from tests.kernels.paged.records_oracle import decode_reference
+from sparsek_kernels.paged.reference import gather_sequence
+from sparsek_kernels.paged.sample import CELL_BITS
+from tests.kernels.paged.record_batches import TILES, RecordsCase, make_records
+from tests.kernels.paged.records_oracle import checked_lists, decode_reference
+
+
+@pytest.fixture(autouse=True)
+def _in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C rounds factors of scores to 16 bits, and may draw other cells."""
+    monkeypatch.setattr(native_decode, "supports", lambda *_: False)
+
+
+def chosen(case: RecordsCase, batch: PagedBatch, q: torch.Tensor) -> torch.Tensor:
+    """The lists of a batch's requests and tokens."""
+    lists = select_blocks(q, case.k_cache, batch, case.policy, k_summary=case.records)
+    return torch.cat(lists)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -31,36 +46,44 @@ def test_decoded_tokens_attend_by_records(page_size: int, new: int, dtype: torch
     sinks = torch.linspace(-1.0, 2.0, case.q.shape[1])
     caches = case.k_cache, case.v_cache
     out = paged_attention(case.q, *caches, case.batch, policy, k_summary=case.records, sinks=sinks)
+    lists = chosen(case, case.batch, case.q)
+    assert (lists >> CELL_BITS > 0).any()
     scale = case.q.shape[2] ** -0.5
-    wanted = decode_reference(case.q, *caches, case.batch, case.policy, scale, sinks)
+    select = checked_lists(lists, 1e-4)
+    wanted = decode_reference(case.q, *caches, case.batch, case.policy, scale, sinks, select)
     torch.testing.assert_close(
         out.double(), wanted, atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0.0
     )
+
+
+def test_torch_draws_the_oracles_list() -> None:
+    """Exactly, where no score is within rounding of a key's edge: so in these cases."""
+    case = make_records([900, 1217, 2500], [1, 3, 2])
+    scale, row = case.q.shape[2] ** -0.5, 0
+    for request, mine in enumerate(chosen(case, case.batch, case.q)):
+        length, count = int(case.batch.seq_lens[request]), case.batch.query_lens[request]
+        k = gather_sequence(case.k_cache, case.batch.block_table[request], length)
+        q = case.q[row : row + count]
+        row += count
+        found = choose_reference(q, k, length - count, case.policy, scale)
+        assert found is not None
+        assert mine.tolist() == found.entries
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 24], ids=["in parts", "at once"])
 def test_prompts_attend_by_records_token_by_token(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside decoded tokens; whatever the chunks, tokens choose the same cells.
-
-    In torch: C rounds factors of scores to 16 bits, and may take another of two equal cells.
-    """
+    """Beside decoded tokens; whatever the chunks, tokens choose the same cells."""
     monkeypatch.setattr(scratch, "_ROW_ELEMENTS", rows)
-    monkeypatch.setattr(native_decode, "supports", lambda *_: False)
     lengths, new = [700, 1217, 640, 200], [1, 70, 90, 200]
     case = make_records(lengths, new, decodes=1, group=2, dim=32)
     caches, scale = (case.k_cache, case.v_cache), case.q.shape[2] ** -0.5
     out = paged_attention(case.q, *caches, case.batch, case.policy, k_summary=case.records)
-    tokens = case.batch.by_token(0, len(case.q))
-    wanted = decode_reference(case.q, *caches, tokens, case.policy, scale)
+    tokens, whole = case.batch.by_token(0, len(case.q)), chosen(case, case.batch, case.q)
+    select = checked_lists(whole, 1e-4)
+    wanted = decode_reference(case.q, *caches, tokens, case.policy, scale, select=select)
     torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=0.0)
-
-    def chosen(batch: PagedBatch, q: torch.Tensor) -> torch.Tensor:
-        each = select_blocks(q, case.k_cache, batch, case.policy, k_summary=case.records)
-        return torch.cat(each)
-
-    whole = chosen(case.batch, case.q)
     assert (whole[:161, 0, 0] >= 0).all()
     assert (whole[161:] == -1).all()  # a prompt that is attended whole
     table = case.batch.block_table[1:2]
@@ -68,7 +91,7 @@ def test_prompts_attend_by_records_token_by_token(
         batch_of_lengths(table, (count,), (1147 + end,)) for count, end in ((33, 33), (37, 70))
     ]
     parts = [
-        chosen(batch, case.q[row : row + n])
+        chosen(case, batch, case.q[row : row + n])
         for batch, row, n in zip(chunks, (1, 34), (33, 37), strict=True)
     ]
     assert torch.equal(torch.cat(parts), whole[1:71])

@@ -32,7 +32,6 @@ class Shape(NamedTuple):
     HAS_SINKS: bool
     SHARDED: bool
     JOINED: bool  # whether K and V have the same strides
-    RECORD: int  # bytes of a segment's record where there is a tail, else 0
 
 
 class Tiling(NamedTuple):
@@ -42,6 +41,5 @@ class Tiling(NamedTuple):
     BLOCK_H: int
     BLOCK_M: int
     BLOCK_N: int
-    BLOCK_P: int
     MOST_SPLITS: int  # programs that share a tile, at most
     NUM_STAGES: int

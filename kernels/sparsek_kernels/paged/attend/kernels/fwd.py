@@ -7,9 +7,8 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
-from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced, attend_tail
+from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced
 from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
-from sparsek_kernels.paged.kernels.record import SEGMENT
 from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
     SINK_WINDOW,
@@ -22,9 +21,9 @@ from sparsek_kernels.paged.kernels.tiles import (
 @triton.jit(do_not_specialize=["splits"])
 def attend_kernel(
     out_ptr, lse_ptr, part_ptr, state_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr, selected_ptr,
-    tail_ptr, records_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    tiles_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
     qk_scale, v_scale, bounds, splits, out_strides, q_strides, k_strides, v_strides,
-    selected_strides, tail_strides,
+    selected_strides,
     stride_br,
     RULE: tl.constexpr, SHAPE: tl.constexpr, TILING: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -33,9 +32,6 @@ def attend_kernel(
     Row ``m`` is query ``m // BLOCK_H``, head ``m % BLOCK_H``.  ``splits`` programs share a tile;
     each leaves an unnormalised output with its row maxima and sums, and the program that draws the
     last ticket adds them up in split order, so the result does not depend on timing.
-
-    With ``HAS_TAIL``, one more key for each segment between sinks and window joins a row's softmax:
-    its logit is given, its value is the segment's mean, which the pages keep.
 
     With ``SHARDED``, pages of other ranks (-1 in the block table) are left out, and the natural
     log-sum-exps of the logits are written too, ``[T, Hq]`` float32, -inf where no key is here.
@@ -58,14 +54,11 @@ def attend_kernel(
     PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
     HAS_SINKS: tl.constexpr = SHAPE.HAS_SINKS
     JOINED: tl.constexpr = SHAPE.JOINED
-    RECORD: tl.constexpr = SHAPE.RECORD
-    HAS_TAIL: tl.constexpr = RECORD > 0
     SHARDED: tl.constexpr = SHAPE.SHARDED
     QUERIES: tl.constexpr = TILING.QUERIES
     BLOCK_H: tl.constexpr = TILING.BLOCK_H
     BLOCK_M: tl.constexpr = TILING.BLOCK_M
     BLOCK_N: tl.constexpr = TILING.BLOCK_N
-    BLOCK_P: tl.constexpr = TILING.BLOCK_P
     MOST_SPLITS: tl.constexpr = TILING.MOST_SPLITS
     NUM_STAGES: tl.constexpr = TILING.NUM_STAGES
     window, num_sink, dense_below = bounds
@@ -76,7 +69,6 @@ def attend_kernel(
     stride_kp, stride_kh, stride_kt = k_strides
     stride_vp, stride_vh, stride_vt = v_strides
     stride_it, stride_ih = selected_strides
-    stride_lt, stride_lh, stride_rp, stride_rh = tail_strides
     HEAD_CHUNKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     QUERY_CHUNKS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES
     CHUNKS: tl.constexpr = HEAD_CHUNKS * QUERY_CHUNKS
@@ -115,14 +107,6 @@ def attend_kernel(
     )  # fmt: skip
     selection = tile if FROM_TABLE or BY_REQUEST else token_of_zero + low
     selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
-    if HAS_TAIL:  # of the segments between sinks and window
-        first_segment = num_front * SEL_BLOCK // SEGMENT
-        last_segment = tl.where(full, first_segment, first_local * SEL_BLOCK // SEGMENT)
-        last_segment = tl.minimum(last_segment, stride_lh)  # a row of the tail has no more
-        tail_pieces = tl.cdiv(last_segment - first_segment, BLOCK_P)
-        tail_per_split = tl.cdiv(tail_pieces, splits)
-        tail_begin = split * tail_per_split
-        tail_end = tl.minimum(tail_begin + tail_per_split, tail_pieces)
     if CELLS:
         ends = high // BLOCK_N + 1
         num_front = tl.minimum(tl.cdiv(num_front * SEL_BLOCK, BLOCK_N), ends)
@@ -272,14 +256,6 @@ def attend_kernel(
             SHARDED,
             NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
         )
-    if HAS_TAIL:
-        tail_row = token if BY_REQUEST else selection.to(tl.int64)
-        tail_rows = tail_ptr + tail_row * stride_lt + head * stride_lh
-        acc, row_max, row_sum = attend_tail(
-            acc, row_max, row_sum, tail_rows, mask_m, records_ptr + kv_head * stride_rh, table,
-            tail_begin, tail_end, first_segment, last_segment, stride_rp,
-            HEAD_DIM, BLOCK_D, BLOCK_P, PAGE_SIZE, RECORD, q_ptr.dtype.element_ty, SHARDED,
-        )  # fmt: skip
 
     mask_out = mask_m[:, None] & mask_d[None, :]
     if MOST_SPLITS > 1:
@@ -289,10 +265,7 @@ def attend_kernel(
         states = state_ptr + place * splits * 2 * BLOCK_M + offs_m
         tl.store(states + (2 * split) * BLOCK_M, row_max, mask=mask_m)
         tl.store(states + (2 * split + 1) * BLOCK_M, row_sum, mask=mask_m)
-        some = piece_begin < piece_end
-        if HAS_TAIL:
-            some = some | (tail_begin < tail_end)
-        if some:
+        if piece_begin < piece_end:
             tl.store(parts + split * BLOCK_M * BLOCK_D, acc, mask=mask_out)
         tl.debug_barrier()
         ticket = tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel")
@@ -300,8 +273,6 @@ def attend_kernel(
             return
         tl.store(ticket_ptr + place, 0)
         num_parts = tl.cdiv(num_pieces, tl.maximum(per_split, 1))
-        if HAS_TAIL:
-            num_parts = tl.maximum(num_parts, tl.cdiv(tail_pieces, tl.maximum(tail_per_split, 1)))
         row_max, row_sum, acc = add_splits(
             parts,
             states,

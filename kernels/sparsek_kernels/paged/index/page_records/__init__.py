@@ -18,9 +18,9 @@ from sparsek_kernels.paged.record import page_bytes
 
 
 class PageRecords(Indexer):
-    """Cells of 2 keys rank by the probabilities of their vectors.
+    """Cells of 2 keys are drawn, the more probably the more their vectors weigh.
 
-    These are summed over a request's new tokens and the group, so that its tokens share a list.
+    Scores are summed over a request's new tokens and the group, so that its tokens share a list.
 
     ``write_kv`` writes a record once its segment of 64 tokens is complete, and again where the last
     one of them is.  The rule is docs/selection.md.
@@ -77,7 +77,7 @@ class PageRecords(Indexer):
         return True
 
     def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
-        """Return each request's cells, and what stands in for the others to each token.
+        """Return each request's sample of cells (``sample.py``).
 
         Raises:
             ValueError: the tokens are a prompt's, not yet told apart.

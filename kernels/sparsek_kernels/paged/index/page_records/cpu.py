@@ -7,36 +7,31 @@ import math
 import torch
 
 from sparsek_kernels.paged.batch import host_lengths
-from sparsek_kernels.paged.chosen import Chosen, Tail
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.cpu.gather import read_sequence
 from sparsek_kernels.paged.index.cpu import new_indices
 from sparsek_kernels.paged.index.page_records.config import KEYS, first_key
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy
 from sparsek_kernels.paged.record import VECTORS, read_variances, read_vectors, view_records
-
-_LOG2E = 1.0 / math.log(2.0)
+from sparsek_kernels.paged.sample import sample_cells, start_of
 
 
 def select(operands: PagedOperands, segment: Segment) -> Chosen:
     """Torch form of :meth:`PageRecords.select`."""
     batch, policy = segment.batch, segment.policy
     lengths, counts = host_lengths(batch)
-    tokens = sum(counts[: batch.num_decodes])
     chosen = new_indices(batch.num_decodes, operands.heads, policy)
-    segments = ceil_div(batch.max_seq_len, SEGMENT)
-    logits = torch.full((tokens, operands.q.shape[1], segments), float("-inf"))
     row = 0
     for request in range(batch.num_decodes):
         rows = slice(row, row + counts[request])
         position = lengths[request] - counts[request]
         if counts[request] and not policy.sees_all(position):
             pages = batch.block_table[request].long()
-            found = _choose(operands, policy, rows, position, pages, segments)
-            chosen[request], logits[rows] = found
+            chosen[request] = _choose(operands, policy, rows, position, pages)
         row = rows.stop
-    return Chosen(chosen, Tail(logits, operands.summary))
+    return Chosen(chosen)
 
 
 def _choose(
@@ -45,16 +40,13 @@ def _choose(
     rows: slice,
     position: int,
     pages: torch.Tensor,
-    segments: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cells ``[Hkv, scored_blocks]`` of a request, and its tokens' base-2 logits of tails,
-    ``[n, Hq, segments]``.
+) -> torch.Tensor:
+    """Entries ``[Hkv, scored_blocks]`` of a request's lists.
 
     Args:
         rows: of its ``n`` tokens' queries.
         position: of its first token.
         pages: ``[W]`` int64, its sequence's.
-        segments: how many logits.
     """
     page_size, dim = operands.page_size, operands.q.shape[-1]
     q = operands.q[rows].float().unflatten(1, (operands.heads, -1)) * operands.softmax_scale
@@ -91,14 +83,13 @@ def _choose(
     found[:, which - begin] = cell_keys(scores, policy, q.shape[1]).to(torch.int8)
     if ranks is not None:
         found = ranks.largest(found)
-    order = torch.sort(found.flatten(1), dim=-1, descending=True, stable=True).indices
-    best = order[:, : policy.scored_blocks].sort(-1).values
-    taken = torch.zeros_like(found.flatten(1), dtype=torch.bool).scatter_(-1, best, True)
-    taken = taken.unflatten(1, (-1, VECTORS))[:, which - begin]
-    left = both.masked_fill(taken.unsqueeze(1), float("-inf")).logsumexp(-1) * _LOG2E
-    tails = torch.full((count, operands.q.shape[1], segments), float("-inf"))
-    tails[..., which] = left.unflatten(1, (count, group)).transpose(0, 1).flatten(1, 2)
-    return (best + begin * VECTORS).to(torch.int32), tails
+    lists = []
+    for head, keys in enumerate(found.int()):
+        counts = torch.bincount(keys.flatten(), minlength=KEYS)
+        start = start_of(position, head, operands.heads)
+        lists.append(sample_cells(keys, counts, policy.scored_blocks, start))
+    entries = torch.stack(lists)
+    return torch.where(entries >= 0, entries + begin * VECTORS, -1)
 
 
 def cell_keys(scores: torch.Tensor, policy: SelectionPolicy, rows: int) -> torch.Tensor:
