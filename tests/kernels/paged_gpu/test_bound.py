@@ -31,7 +31,7 @@ LENGTHS, BOUND, WIDTH = [3000, 2500], 200, 16
 ROWS = {
     "infllm": {"averages": 4 * 2, "scores": 2},  # two averages for each block; of every KV head
     "seer": {"gate logits": 2},
-    "records": {"tails": 4, "base": 4, "gain": 4, "rest": 4 * 32, "keys": 2 * 32},
+    "records": {"base": 4, "gain": 4, "rest": 4 * 32, "keys": 2 * 32},
 }
 RULES = dict.fromkeys(
     ("infllm", "seer"),
