@@ -57,7 +57,6 @@ KERNELS = {
     "total_kernel": choose_launch,
     "rank_cells_kernel": choose_launch,
     "list_cells_kernel": choose_launch,
-    "tail_kernel": choose_launch,
     "weigh_cells_kernel": launch_sm80,
     "cut_cells_kernel": launch_sm80,
     "attend_kernel": attend_launch,
