@@ -88,7 +88,7 @@ def test_each_cell_is_drawn_as_often_as_its_weight_says() -> None:
         times[(entries[entries >= 0] & ((1 << CELL_BITS) - 1)).long()] += 1
     steps = weight_steps(counts, 40)[keys.flatten().long()]
     shares = probabilities(steps).double() / ONE
-    assert 0.1 < (steps == 0).double().mean() < 0.5
+    assert 0.05 < (steps == 0).double().mean() < 0.5
     assert ((times / starts - shares).abs() <= 1 / starts).all()
     weights = (steps.double() / STEPS).exp2()
     assert ((shares * weights - 1).abs() <= weights / ONE).all()
@@ -101,12 +101,9 @@ def test_starts_of_neighbours_are_spread(count: int) -> None:
         starts = sorted(start_of(first + i, 0, 1) for i in range(count))
         gaps = [b - a for a, b in pairwise([*starts, starts[0] + ONE])]
         assert max(gaps) < 3 * ONE / count
-    assert all(
-        start_of(count, head, 8)
-        == start_reference(count, head, 8)
-        == start_of(8 * count + head, 0, 1)
-        for head in range(8)
-    )
+    for head in range(8):
+        start = start_of(count, head, 8)
+        assert start == start_reference(count, head, 8) == start_of(8 * count + head, 0, 1)
 
 
 def choice_of(seed: int, noise: float = 0.0) -> Choice:
@@ -133,9 +130,8 @@ def test_lists_by_other_rules_are_not() -> None:
         choice = choice_of(seed)
         entries, other = choice.entries[0], start_of(seed + 1, 0, 1)
         steps = choice.steps[0]
-        cells = {
-            (entry & 0x1FFFFF) - 64: place for place, entry in enumerate(entries) if entry >= 0
-        }
+        filled = [entry for entry in entries if entry >= 0]
+        cells = {(entry & 0x1FFFFF) - 64: place for place, entry in enumerate(filled)}
         rare = next(place for cell, place in cells.items() if 40 < steps[cell] < 200)
         common = next(place for cell, place in cells.items() if steps[cell] == 0)
         spare = next(c for c in range(1280) if c not in cells)
@@ -150,10 +146,8 @@ def test_lists_by_other_rules_are_not() -> None:
             "a hole": [-1, *entries[:-1]],
             "twice": [entries[0], *entries[:-1]],
             "a certain cell is dropped": [*dropped, -1],
-            "out of range": [64 + 1280 if place == 199 else e for place, e in enumerate(entries)],
-            "another cell": [
-                64 + spare if place == common else e for place, e in enumerate(entries)
-            ],
+            "out of range": [*filled[:-1], 64 + 1280, *entries[len(filled) :]],
+            "another cell": [*entries[:common], 64 + spare, *entries[common + 1 :]],
         }
         for what, mine in wrong.items():
             assert list_error(choice, 0, mine, 0.0), what
