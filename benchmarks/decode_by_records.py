@@ -26,11 +26,7 @@ from sparsek_backend.bench.timing import make_timed, time_interleaved
 from sparsek_kernels.paged import PageRecords, SelectionPolicy, StepPolicy, paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.base import Indexers
-from sparsek_kernels.paged.index.page_records.reference import (
-    choose_reference,
-    list_error,
-    start_reference,
-)
+from sparsek_kernels.paged.index.page_records.reference import choose_reference, list_error
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.reference import attend_reference, list_logs
@@ -115,9 +111,8 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
     heads, scale = slice(group, 2 * group), inputs.softmax_scale
     q, visible = inputs.q[:new, heads].cpu(), torch.ones(1, 1, len(k), dtype=torch.bool)
     wrong, logs = 0.0, None
-    found = choose_reference(q, k, position, call.policy, scale)
+    found = choose_reference(q, k, position, call.policy, scale, range(1, inputs.k_cache.shape[1]))
     if found is not None:
-        found = found._replace(starts=[start_reference(position, 1, inputs.k_cache.shape[1])])
         operands = PagedOperands(
             inputs.q, inputs.k_cache, inputs.v_cache, out, scale, inputs.k_summary
         )

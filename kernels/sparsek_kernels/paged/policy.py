@@ -295,6 +295,7 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions, first: Positions | None = None) -> Positions:
         """Keys that the query at ``position`` attends: a function of positions alone.
 
+        With an alignment as many at most: a sample may leave places over.
         Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
 
         Args:

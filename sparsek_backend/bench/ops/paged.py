@@ -312,7 +312,7 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
     def gate(outputs: Outputs) -> GateResult:
         for tile in decode_tiles(inputs):
             chosen = outputs[tile.request][-1, tile.head].cpu()
-            if wrong := wrong_cells(chosen, oracle_of(inputs, tile, policy), policy):
+            if wrong := wrong_cells(chosen, oracle_of(inputs, tile, policy)):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         return GateResult(True, "cells are the best by exact score")
 

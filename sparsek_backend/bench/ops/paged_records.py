@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,16 +13,16 @@ from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.page_records.reference import (
     Choice,
     choose_reference,
-    swap_error,
+    list_error,
 )
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import CELL, SEGMENT, SelectionPolicy
-from sparsek_kernels.paged.reference import attend_reference
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import attend_reference, list_logs
 
-_SCORES, _OTHER_CELLS, _ERROR = 0.1, 0.1, 0.02
-"""Most error of scores: weights of 8 bits have 3 behind the leading one.  Most cells that are not
-the oracle's, and most error of the output, of its largest value."""
+_SCORES, _ERROR = 0.1, 0.02
+"""Most error of scores: weights of 8 bits have 3 behind the leading one.  Most error of the output,
+of its largest value."""
 
 Oracle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Choice | None]
 """Queries, keys and values of a request and KV head on the host, and what the oracle chooses."""
@@ -35,23 +34,16 @@ def oracle_of(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy) -> Oracl
     heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
     q = inputs.q[last - count : last, heads].cpu()
     k, v = (x.cpu()[:, None] for x in inputs.keys_of(tile.request, tile.head))
-    return q, k, v, choose_reference(q, k, v, len(k) - count, policy, inputs.softmax_scale)
+    position, of = len(k) - count, range(tile.head, inputs.k_cache.shape[1])
+    return q, k, v, choose_reference(q, k, position, policy, inputs.softmax_scale, of)
 
 
-def wrong_cells(chosen: torch.Tensor, oracle: Oracle, policy: SelectionPolicy) -> str:
-    """Why chosen cells ([cells]) are not nearly the oracle's, or an empty string."""
-    q, k, _, found = oracle
-    wanted = [] if found is None else found.cells[0]
-    mine = set(chosen[chosen >= 0].tolist())
-    others = len(mine.symmetric_difference(wanted)) // 2
-    if len(mine) != len(wanted) or others > max(_OTHER_CELLS * len(wanted), 1):
-        return f"{others} of {len(mine)} cells are not the {len(wanted)} of the oracle"
+def wrong_cells(chosen: torch.Tensor, oracle: Oracle) -> str:
+    """Why a list ([places]) is not one that the oracle's scores explain, or an empty string."""
+    entries, found = chosen.tolist(), oracle[3]
     if found is None:
-        return ""
-    first, _ = policy.candidate_range(len(k) - len(q))
-    if (error := swap_error(found, 0, first, mine)) > _SCORES:
-        return f"cells are chosen as by scores that are wrong by {error:.1%}"
-    return ""
+        return "" if set(entries) <= {-1} else "cells where everything is seen"
+    return list_error(found, 0, entries, _SCORES)
 
 
 def gate_records(
@@ -61,7 +53,7 @@ def gate_records(
     out: torch.Tensor,
     batch: PagedBatch,
 ) -> GateResult:
-    """Check the choice of some requests, and their outputs over the kernels' own cells and tails.
+    """Check the choice of some requests, and their outputs over the kernels' own lists.
 
     Args:
         inputs: the case.
@@ -80,17 +72,10 @@ def gate_records(
         visible = (key <= start + torch.arange(len(q))[:, None]).unsqueeze(1)
         rows = slice(tile.rows.stop - len(q), tile.rows.stop)
         heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
-        cells, tail = chosen.indices[tile.request, tile.head].cpu().long(), None
-        wrong = wrong_cells(cells, oracle, policy)
-        if found is not None and chosen.tail is not None and not wrong:
-            first, last = policy.candidate_range(start)
-            far = (key // CELL >= first) & (key // CELL < last)
-            taken = torch.isin(key // CELL, cells)
-            visible = visible & (~far | taken)
-            segments = slice(first * CELL // SEGMENT, last * CELL // SEGMENT)
-            logits = chosen.tail.logits[rows, heads, segments].cpu().double()
-            tail = logits * math.log(2.0), found.values
-        exact = attend_reference(q, k, v, visible, scale, tail=tail)
+        entries = chosen.indices[tile.request, tile.head].cpu()
+        wrong = wrong_cells(entries, oracle)
+        logs = None if found is None else list_logs([entries.tolist()], len(k), start, policy)
+        exact = attend_reference(q, k, v, visible, scale, logs=logs)
         difference = (out[rows, heads].cpu().double() - exact).abs().max()
         error = float(difference / exact.abs().max())
         if wrong or not error <= _ERROR:

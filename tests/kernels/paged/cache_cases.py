@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 
 from sparsek_kernels.paged import (
+    Indexers,
     PagedBatch,
     SelectionPolicy,
     StepPolicy,
@@ -142,6 +143,15 @@ def run(case: Case, policy: SelectionPolicy | StepPolicy, **options: object) -> 
     )
 
 
+def lists_of(case: Case, step: StepPolicy, indexers: Indexers | None = None) -> torch.Tensor:
+    """Lists of cells of requests that decode, then of tokens of prompts if these have any."""
+    summary = case.k_summary
+    each = select_blocks(
+        case.q, case.k_cache, case.batch, step, k_summary=summary, indexers=indexers
+    )
+    return torch.cat(each if step.prefill.alignment else each[: case.batch.num_decodes])
+
+
 def check(
     case: Case,
     policy: SelectionPolicy | StepPolicy,
@@ -155,15 +165,11 @@ def check(
     Decoded tokens by records are attended in torch, and their lists are held to the rule: C may
     draw others.
     """
-    by_records, decodes = StepPolicy.of(policy).decode.alignment > 0, case.batch.num_decodes
+    step, decodes = StepPolicy.of(policy), case.batch.num_decodes
     with ExitStack() as stack:
-        if by_records:
+        if step.prefill.alignment or (step.decode.alignment and decodes):
             stack.enter_context(patch.object(native_decode, "supports", return_value=False))
-            lists = select_blocks(
-                case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary
-            )
-            aligned = lists if StepPolicy.of(policy).prefill.alignment else lists[:decodes]
-            select = checked_lists(torch.cat(aligned), 1e-4)
+            select = checked_lists(lists_of(case, step, options.get("indexers")), 1e-4, select)
         found = run(case, policy, sinks=sinks, **options).double()
     expected = paged_attention_reference(
         case.q, case.k_cache, case.v_cache, case.batch, policy, sinks=sinks, select=select

@@ -17,12 +17,15 @@ from sparsek_kernels.paged.reference import (
 )
 
 
-def checked_lists(lists: Iterable[torch.Tensor], tolerance: float) -> Select:
+def checked_lists(
+    lists: Iterable[torch.Tensor], tolerance: float, others: Select = select_blocks_reference
+) -> Select:
     """What takes some path's own lists, after :func:`list_error`, in place of the oracle's.
 
     Args:
         lists: ``[Hkv, places]`` of each request that decodes, or prompt's token, in order.
         tolerance: most relative error of a score.
+        others: what chooses by policies without an alignment.
     """
     each = iter(lists)
 
@@ -34,7 +37,7 @@ def checked_lists(lists: Iterable[torch.Tensor], tolerance: float) -> Select:
         softmax_scale: float,
     ) -> list[list[int]] | None:
         if not policy.alignment:
-            return select_blocks_reference(q, k, positions, policy, softmax_scale)
+            return others(q, k, positions, policy, softmax_scale)
         mine = next(each).tolist()
         found = choose_reference(q, k[: positions[-1] + 1], positions[0], policy, softmax_scale)
         if found is None:

@@ -21,16 +21,19 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.checks import check_triton_layout
 from sparsek_kernels.paged.cpu.native import build
+from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.reference import (
     gather_sequence,
+    list_logs,
     paged_attention_reference,
     select_blocks_reference,
     visible_reference,
 )
-from tests.kernels.paged.cache_cases import POLICIES, Case, check, make_case, run
+from tests.kernels.paged.cache_cases import POLICIES, Case, check, lists_of, make_case, run
+from tests.kernels.paged.records_oracle import checked_lists
 
 MIXED = ([500, 361, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 
@@ -306,10 +309,13 @@ def test_padding_slots_are_skipped() -> None:
     assert torch.equal(before.nan_to_num(7.0), case.k_cache.nan_to_num(7.0))
 
 
-def test_half_precision_within_twice_torch() -> None:
+def test_half_precision_within_twice_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_decode, "supports", lambda *_: False)  # C may draw another list
     policy = POLICIES["topk"]
     case = make_case(*MIXED, dtype=torch.bfloat16)
-    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
+    select = checked_lists(lists_of(case, StepPolicy.of(policy)), 1e-4)
+    caches = case.k_cache, case.v_cache
+    expected = paged_attention_reference(case.q, *caches, case.batch, policy, select=select)
     error = (run(case, policy).double() - expected).abs().max()
     assert error <= 2 * 2**-8 * expected.abs().max() + 1e-3
 
@@ -507,10 +513,21 @@ def test_bad_policies(fields: dict[str, int], match: str) -> None:
 
 
 def test_attended_tokens_equals_mask() -> None:
+    """Of a list, less what places are left over."""
     for policy in POLICIES.values():
         case = make_case([300], [300], 0)
         k = gather_sequence(case.k_cache, case.batch.block_table[0], 300)
         rule, positions = StepPolicy.of(policy).prefill, list(range(300))
-        seen = visible_reference(case.q, k, positions, rule, 0.2, select_blocks_reference)
-        for position, row in enumerate(seen.sum(-1)):
+        if rule.alignment:
+            for position, q in enumerate(case.q):
+                entries = select_blocks_reference(q[None], k, [position], rule, 0.2)
+                seen, left = torch.tensor([position + 1] * 2), torch.zeros(2)
+                if entries is not None:
+                    seen = list_logs(entries, position + 1, position, rule).isfinite().sum(-1)
+                    left = (torch.tensor(entries) < 0).sum(-1)
+                attended = rule.attended_tokens(position) - left * rule.sel_block_size
+                assert torch.equal(seen, attended.long()), position
+            continue
+        visible = visible_reference(case.q, k, positions, rule, 0.2, select_blocks_reference)
+        for position, row in enumerate(visible.sum(-1)):
             assert (row == rule.attended_tokens(position)).all(), (rule, position)

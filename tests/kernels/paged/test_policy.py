@@ -153,6 +153,7 @@ def test_the_policy_by_records_chooses_pairs_of_keys() -> None:
         ({"alignment": 32}, "alignment: expected 0, or a multiple of 64 with query_tile 1"),
         ({"query_tile": 64}, "alignment: expected 0, or .*, got 64 with 64 and 2"),
         ({"top_k": 0}, "alignment: expected 0, or .*, got 64 with 1 and 0"),
+        ({"top_k": 32768}, r"top_k: .* at most 32767 .* \(decode_tokens of 65534\), got 32768"),
         ({"sel_block_size": 1}, "sel_block_size: expected a power of two >= 2 .*, got 1"),
         ({"sel_block_size": 6}, "sel_block_size: expected a power of two >= 2 .*, got 6"),
         ({"sel_block_size": 128}, "sel_block_size: .* that divides alignment=64, got 128"),

@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.attend import launch_sm90
-from sparsek_kernels.paged.chosen import Chosen, Tail
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.base import Indexers
@@ -57,7 +57,6 @@ KERNELS = {
     "total_kernel": choose_launch,
     "rank_cells_kernel": choose_launch,
     "list_cells_kernel": choose_launch,
-    "tail_kernel": choose_launch,
     "weigh_cells_kernel": launch_sm80,
     "cut_cells_kernel": launch_sm80,
     "attend_kernel": attend_launch,
@@ -368,9 +367,7 @@ def cell_launches(
             cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
         )
         shape = (requests, 8, policy.scored_blocks)
-        logits = torch.empty(requests * tokens, 8 * group, 2048)
-        records = torch.empty(1, 8, 1536, dtype=torch.uint8)
-        chosen = Chosen(torch.empty(shape, dtype=torch.int32), Tail(logits, records))
+        chosen = Chosen(torch.empty(shape, dtype=torch.int32))
         call = functools.partial(
             attend_launch.attend_segment,
             problem.operands(torch.empty_like(problem.q)),

@@ -21,13 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-CHOICE = {
-    "score_records_kernel",
-    "total_kernel",
-    "rank_cells_kernel",
-    "list_cells_kernel",
-    "tail_kernel",
-}
+CHOICE = {"score_records_kernel", "total_kernel", "rank_cells_kernel", "list_cells_kernel"}
 ON_MATRIX_UNITS = {"weigh_cells_kernel", "cut_cells_kernel"}
 PORTABLE = {
     "write_kv_kernel",
@@ -103,7 +97,7 @@ def test_decodes_over_the_pages_of_one_rank_compile() -> None:
     ],
     ids=["sm80", "sm86-d256", "sm90", "sm90-fp8", "sm100-fp16-d80"],
 )
-def test_attention_over_cells_and_tails_compiles(arch: int, options: tuple[str, ...]) -> None:
+def test_attention_over_cells_compiles(arch: int, options: tuple[str, ...]) -> None:
     rows = compiled(arch, "--cells", *options)
     assert [row["kernel"] for row in rows] == ["attend_kernel"] * 2
     for row in rows:

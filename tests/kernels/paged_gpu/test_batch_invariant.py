@@ -21,11 +21,12 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.record import page_bytes
-from tests.kernels.launched import run_launched, write_launched
+from tests.kernels.launched import run_launched, select_launched, write_launched
 from tests.kernels.paged.gate_cases import make_gates
-from tests.kernels.paged.records_oracle import decode_reference
+from tests.kernels.paged.records_oracle import checked_lists, decode_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(
@@ -182,11 +183,16 @@ def test_a_row_by_records_has_one_result() -> None:
     assert alone.isfinite().all()
     for place, other in enumerate(others):
         assert torch.equal(alone[-other.shape[0] :], other), place
+    company.serve([company.whole(0)])  # whose records then are in the pages
     tokens = problem.batch.by_token(0, 9)
+    segment = Segment(tokens, policy, fixed_order=True)
+    lists = select_launched(company.problem.operands(problem.q), segment, PageRecords()).indices
     tokens = replace(tokens, **{name: getattr(tokens, name).cpu() for name in TENSORS})
     q, k_cache, v_cache = (x.cpu() for x in (problem.q[:9], problem.k_cache, problem.v_cache))
-    want = decode_reference(q, k_cache, v_cache, tokens, policy, q.shape[2] ** -0.5, sinks.cpu())
-    assert (alone.double().cpu() - want).abs().max() < 1e-3  # logits of vectors are in 16 bits
+    select = checked_lists(lists.cpu(), 0.02)  # logits of vectors are in 16 bits
+    scale = q.shape[2] ** -0.5
+    want = decode_reference(q, k_cache, v_cache, tokens, policy, scale, sinks.cpu(), select)
+    assert (alone.double().cpu() - want).abs().max() < 2e-5
 
 
 def test_a_step_in_slices_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

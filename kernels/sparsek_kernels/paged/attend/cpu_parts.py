@@ -80,5 +80,5 @@ def attend_blocks(
         return rows[:, :, : group.num_keys]
 
     logs = steps * (math.log(2.0) / STEPS)
-    caches = operands.k_cache, operands.v_cache
-    return attend_keys(q, *map(read, caches), hidden, operands.softmax_scale, logs)
+    k, v = read(operands.k_cache), read(operands.v_cache)
+    return attend_keys(q, k, v, hidden, operands.softmax_scale, logs)

@@ -127,6 +127,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             REACH_BLOCKS=policy.reach_blocks if topk else 0,
             SCORED_BLOCKS=policy.scored_blocks if topk else 0,
             ALIGN=policy.segment_blocks if topk else 1,
+            SAMPLE=policy.alignment > 0,
             BY_REQUEST=segment.by_request,
         ),
         SHAPE=Shape(

@@ -10,6 +10,7 @@ import torch
 from sparsek_kernels.paged import (
     PagedBatch,
     PageRecords,
+    SelectionPolicy,
     StepPolicy,
     paged_attention,
     scratch,
@@ -17,10 +18,16 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.cpu.native import decode as native_decode
-from sparsek_kernels.paged.index.page_records.reference import choose_reference
+from sparsek_kernels.paged.index.page_records import cpu
+from sparsek_kernels.paged.index.page_records.reference import (
+    choose_reference,
+    list_error,
+    start_reference,
+)
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.reference import gather_sequence
 from sparsek_kernels.paged.sample import CELL_BITS
+from tests.kernels.paged import choice_oracle as oracle
 from tests.kernels.paged.record_batches import TILES, RecordsCase, make_records
 from tests.kernels.paged.records_oracle import checked_lists, decode_reference
 
@@ -101,3 +108,58 @@ def test_records_need_pages_of_whole_segments() -> None:
     pages = torch.zeros(3, 1, 96, 64)
     with pytest.raises(ValueError, match="page_size: expected a multiple of 64"):
         PageRecords().check(TILES.by_records(64), pages)
+
+
+def test_contexts_have_numbers_for_their_cells() -> None:
+    case = make_records([900], [1])
+    batch = replace(case.batch, max_seq_len=(1 << 22) + 1, _derived={})
+    with pytest.raises(NotImplementedError, match=r"max_seq_len: .* at most 4194304 .* 4194305"):
+        paged_attention(
+            case.q, case.k_cache, case.v_cache, batch, case.policy, k_summary=case.records
+        )
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_lists_follow_from_the_bytes_of_records(new: int) -> None:
+    case = make_records([900, 1217], [new, new], page_size=128)
+    scale, heads = case.q.shape[2] ** -0.5, case.k_cache.shape[1]
+    for request, lists in enumerate(chosen(case, case.batch, case.q)):
+        length = int(case.batch.seq_lens[request])
+        k = gather_sequence(case.k_cache, case.batch.block_table[request], length).double()
+        segment = torch.arange(length // 64)
+        pages = case.batch.block_table[request, segment // 2].long()
+        rows = case.records.unflatten(-1, (2, -1))[pages, :, segment % 2]
+        front, local = (x // 32 for x in case.policy.candidate_range(length - new))
+        fields = oracle.read(rows, case.k_cache.shape[3])
+        q = case.q[new * request : new * (request + 1)].double().unflatten(1, (heads, -1))
+        for head, entries in enumerate(lists.tolist()):
+            found = oracle.choose(
+                q[:, head],
+                k[:, head],
+                fields.of(slice(front, None), head),
+                front,
+                local,
+                case.policy.scored_blocks,
+                scale,
+                start_reference(length - new, head, heads),
+            )
+            assert not list_error(found, 0, entries, 1e-4)
+            assert max(entry >> CELL_BITS for entry in entries) > 0
+
+
+def test_mean_attention_over_starts_is_that_over_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Draws are wrong, each in another way: what they share is less than a third of it."""
+    case = make_records([1217], [1])
+    case.q /= 4.0  # so that much of the softmax lies beyond what is kept for certain
+    caches, draws = (case.k_cache, case.v_cache), []
+    dense = paged_attention(case.q, *caches, case.batch, SelectionPolicy()).double()
+    for start in range(0, 1 << 16, 1 << 10):
+        monkeypatch.setattr(cpu, "start_of", lambda *_, start=start: start)
+        out = paged_attention(case.q, *caches, case.batch, case.policy, k_summary=case.records)
+        draws.append(out.double() - dense)
+    errors = torch.stack(draws)
+    single, shared = (x.square().mean().sqrt() for x in (errors, errors.mean(0)))
+    assert 0.02 < single / dense.square().mean().sqrt() < 2.0
+    assert shared < single / 3

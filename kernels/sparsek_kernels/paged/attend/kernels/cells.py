@@ -10,6 +10,7 @@ from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
 from sparsek_kernels.paged.sample import STEPS as _STEPS
 
 CELL_BITS = tl.constexpr(_CELL_BITS)
+CELL_MASK = tl.constexpr((1 << _CELL_BITS) - 1)
 STEPS = tl.constexpr(_STEPS)
 
 
@@ -56,7 +57,7 @@ def cell_keys(
     """
     key = piece * BLOCK_N + tl.arange(0, BLOCK_N)
     entry = tl.load(selected_ptr + key // SEL_BLOCK, mask=some & (key < SELECTED), other=-1)
-    cell = tl.maximum(entry, 0) & ((1 << CELL_BITS) - 1)
+    cell = tl.maximum(entry, 0) & CELL_MASK
     steps = (entry >> CELL_BITS).to(tl.float32)
     bonus = tl.where(entry >= 0, steps * (1.0 / STEPS), float("-inf"))
     return cell * SEL_BLOCK + key % SEL_BLOCK, bonus

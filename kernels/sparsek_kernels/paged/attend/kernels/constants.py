@@ -16,6 +16,7 @@ class Rule(NamedTuple):
     REACH_BLOCKS: int
     SCORED_BLOCKS: int
     ALIGN: int
+    SAMPLE: bool  # whether entries of lists are cells with weights
     BY_REQUEST: bool  # whether a tile is a decoding request, whose first token decides
 
 

@@ -85,7 +85,7 @@ def attend_kernel(
     # Decodes take the selected blocks last: sinks and window are read while the kernel that
     # selects, launched before this one, is still at work.  So do lists of small blocks.
     SMALL: tl.constexpr = SEL_BLOCK < BLOCK_N
-    CELLS: tl.constexpr = HAS_SELECTION and ALIGN > 1
+    CELLS: tl.constexpr = HAS_SELECTION and RULE.SAMPLE
     SELECTED_LAST: tl.constexpr = HAS_SELECTION and (CELLS or SMALL or not FROM_TABLE)
     if OVERLAP and not SELECTED_LAST:
         tl.extra.cuda.gdc_wait()

@@ -13,7 +13,7 @@ from triton import knobs
 
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.recording import run
-from sparsek_kernels.paged.chosen import Chosen, Tail
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.launch import new_selection
 from sparsek_kernels.paged.index.page_records.config import (
@@ -23,7 +23,6 @@ from sparsek_kernels.paged.index.page_records.config import (
 from sparsek_kernels.paged.index.page_records.kernels.choose import (
     list_cells_kernel,
     rank_cells_kernel,
-    tail_kernel,
     total_kernel,
 )
 from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, score_records_kernel
@@ -44,11 +43,8 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
     call, chooses = new_selection(operands, segment)
     if not chooses:
         return Chosen(call.out)
-    batch, device = call.batch, operands.q.device
-    tokens, heads = batch.num_decode_tokens, operands.q.shape[1]
+    batch = call.batch
     width = ceil_div(ceil_div(batch.max_seq_len, SEGMENT), UNIT.value) * UNIT.value
-    tails = workspace(device, "tails", tokens * heads * width, torch.float32)
-    tails = tails[: tokens * heads * width].view(tokens, heads, width)
     rule = Rule(
         call.policy.sink_blocks,
         call.policy.reach_blocks,
@@ -68,10 +64,10 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
     if _fits(call, width):
         from sparsek_kernels.paged.index.page_records import launch_sm80
 
-        launch_sm80.choose(call, rule, shape, tails, segment.fixed_order)
+        launch_sm80.choose(call, rule, shape, width, segment.fixed_order)
     else:
-        _choose_in_steps(call, rule, shape, tails)
-    return Chosen(call.out, Tail(tails, operands.summary))
+        _choose_in_steps(call, rule, shape, width)
+    return Chosen(call.out)
 
 
 def _fits(call: Selection, width: int) -> bool:
@@ -89,23 +85,22 @@ def _fits(call: Selection, width: int) -> bool:
     )
 
 
-def _choose_in_steps(call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor) -> None:
+def _choose_in_steps(call: Selection, rule: Rule, shape: Shape, width: int) -> None:
     batch, length = call.batch, call.batch.decode_query_len
-    width = tails.shape[2]
     most = _SCRATCH_ELEMENTS // (length * call.q.shape[1] * width * VECTORS)
     requests = max(min(most, batch.num_decodes, MOST_ROWS // length), 1)
     for first in range(0, batch.num_decodes, requests):
         step = Step(first, min(requests, batch.num_decodes - first))
-        _choose_some(call, rule, shape, tails, step, requests)
+        _choose_some(call, rule, shape, width, step, requests)
 
 
 def _choose_some(
-    call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor, step: Step, most: int
+    call: Selection, rule: Rule, shape: Shape, width: int, step: Step, most: int
 ) -> None:
     """Choose for some requests, of at most ``most``: scratch and kernels are the same for all."""
     q, operands, batch = call.q, call.operands, call.batch
     device, records, ranks = q.device, operands.summary, operands.ranks
-    _, heads, width = tails.shape
+    heads = q.shape[1]
     rows = most * shape.QUERY_LEN * heads
     rest = workspace(device, "rest", rows * width * VECTORS, torch.float16)
     base = workspace(device, "base", rows * width, torch.float32)
@@ -114,7 +109,6 @@ def _choose_some(
     totals = workspace(device, "totals", rows, torch.float32)
     keys = workspace(device, "keys", most * call.heads * width * VECTORS, torch.int8)
     counts = workspace(device, "key counts", most * call.heads * KEYS, torch.int32)
-    cuts = workspace(device, "cuts", 2 * most * call.heads, torch.int32)
     lengths = (batch.seq_lens, batch.cu_seqlens_q)
     overlap = overlap_options(device)
     block_m = next_power_of_2(shape.QUERY_LEN) * shape.HEADS
@@ -155,14 +149,8 @@ def _choose_some(
         keys = ranks.largest(keys[: step.count * call.heads * width * VECTORS])
     run(
         list_cells_kernel, (step.count, call.heads),
-        call.out, cuts, keys, counts, *lengths, *place,
+        call.out, keys, counts, *lengths, *place,
         *call.out.stride()[:2],
         BLOCK=min(next_power_of_2(width * VECTORS), 4096), SHARDED=ranks is not None, num_warps=8,
         **constants,
-    )  # fmt: skip
-    run(
-        tail_kernel, grid,
-        tails, cuts, keys, rest, base, *lengths, *place,
-        *tails.stride()[:2],
-        CHUNK=CHUNK, num_warps=4, **constants,
     )  # fmt: skip

@@ -104,13 +104,19 @@ def draw_reference(steps: torch.Tensor, start: int, count: int, first: int) -> l
 
 
 def choose_reference(
-    q: torch.Tensor, k: torch.Tensor, position: int, policy: SelectionPolicy, softmax_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    position: int,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    kv_heads: range | None = None,
 ) -> Choice | None:
     """What the new tokens of one request choose, or ``None`` where they see everything.
 
     Args:
         q: ``[n, Hq, D]``, the queries from ``position`` on.
         k: ``[N, Hkv, D]``, keys from the first one on.
+        kv_heads: which of how many KV heads these are, ``range(which, all)``; default: all of them.
     """
     if policy.sees_all(position):
         return None
@@ -134,7 +140,8 @@ def choose_reference(
         total = torch.logaddexp(exact.logsumexp(-1), both[token].flatten(2).logsumexp(-1))
         logs = both[token] + gain[token, ..., None] - total[..., None, None]
         scores += logs[..., :far, :].exp().sum(1)
-    starts = [start_reference(position, head, heads) for head in range(heads)]
+    of = range(heads) if kv_heads is None else kv_heads
+    starts = [start_reference(position, of.start + head, of.stop) for head in range(heads)]
     scores = scores.flatten(1).nan_to_num(0.0)
     return draw_by_scores(scores, starts, policy.scored_blocks, first * cells, len(q) * group)
 
@@ -202,12 +209,12 @@ def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: flo
     lowest, highest = (threshold_reference(keys, places) for keys in (low, high))
     drawn = dict(zip(found, (entry >> 21 for entry in filled), strict=True))
     ranges = list(zip(low.tolist(), high.tolist(), strict=True))
-    reached = max(
-        _explained(threshold, ranges, drawn, choice.starts[head], slack)
-        for threshold in range(lowest - slack, highest + slack + 1)
-    )
-    if reached == len(order):
-        return ""
+    reached = 0
+    for threshold in range(lowest - slack, highest + slack + 1):
+        explained = _explained(threshold, ranges, drawn, choice.starts[head], slack)
+        if explained == len(order):
+            return ""
+        reached = max(reached, explained)
     cell = order[reached]
     score, wanted = float(scores[cell]), int(choice.steps[head, cell])
     state = f"drawn with {drawn[cell]} steps" if cell in drawn else "not drawn"

@@ -1,4 +1,4 @@
-"""Choosing cells by their probabilities: integer keys, counts of them, a threshold, a list.
+"""Choosing cells by their probabilities: integer keys, counts of them, weights, a sample.
 
 The rule is docs/selection.md.  Nothing here depends on the order in which programs run.
 """
@@ -10,23 +10,31 @@ import triton.language as tl
 
 from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, sees_all
 from sparsek_kernels.paged.kernels.record import SEGMENT, VECTORS
+from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
+from sparsek_kernels.paged.sample import STEPS as _STEPS
+from sparsek_kernels.paged.sample import THREADS as _THREADS
+from sparsek_kernels.paged.sample import WHOLE_BITS as _WHOLE_BITS
+
+CELL_BITS = tl.constexpr(_CELL_BITS)
+STEPS = tl.constexpr(_STEPS)
+THREADS = tl.constexpr(_THREADS)
+WHOLE_BITS = tl.constexpr(_WHOLE_BITS)
 
 
 @triton.jit
 def request_range(request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE: tl.constexpr):
-    """A request's first token, how many it has, and the end of the segments that compete for them.
+    """Position of a request's first token, how many it has, and the end of segments that compete.
 
     The end is 0 where there are no tokens, and where they see everything.  The last number is the
     first token's own segment.
     """
     seq_len = tl.load(seq_lens_ptr + request)
-    first_token = tl.load(cu_seqlens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - tl.load(cu_seqlens_ptr + request)
     position = seq_len - num_tokens
     own = tl.minimum(position // SEGMENT, width)  # a row of scratch has no more
     last = tl.maximum(own - RULE.REACH_BLOCKS // VECTORS, 0)
     full = sees_all(position, dense_below, RULE)
-    return first_token, num_tokens, tl.where(full | (num_tokens <= 0), 0, last), own
+    return position, num_tokens, tl.where(full | (num_tokens <= 0), 0, last), own
 
 
 @triton.jit
@@ -54,7 +62,7 @@ def total_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1)
     request, token = tile // SHAPE.QUERY_LEN, tile % SHAPE.QUERY_LEN
-    _first_token, num_tokens, last, own = request_range(
+    _position, num_tokens, last, own = request_range(
         first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE
     )
     if (token >= num_tokens) | (last <= SINK_SEGMENTS):
@@ -98,7 +106,7 @@ def rank_cells_kernel(
     first = tl.program_id(0) * CHUNK
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
-    _first_token, num_tokens, last, _own = request_range(
+    _position, num_tokens, last, _own = request_range(
         first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE
     )
     if first >= last:
@@ -131,20 +139,40 @@ def rank_cells_kernel(
     tl.atomic_add(count_ptr + unit * KEYS + bins, counts, mask=counts > 0, sem="relaxed")
 
 
+@triton.jit
+def threshold_steps(counts, KEYS: tl.constexpr, COUNT: tl.constexpr):
+    """``ceil(32 log2 T)`` of the rule, from how many cells there are of each key, ``[KEYS]``."""
+    keys = tl.arange(0, KEYS)
+    sizes = tl.exp2(keys.to(tl.float32) * 0.25)
+    larger = tl.cumsum(counts, axis=0, reverse=True) - counts
+    until = tl.cumsum(counts.to(tl.float32) * sizes, axis=0)
+    some = larger.to(tl.float32) + until / sizes >= COUNT  # others are kept for certain
+    certain = tl.sum(tl.where(some, 0, counts), axis=0)
+    rest = tl.sum(tl.where(some, counts.to(tl.float32) * sizes, 0.0), axis=0)
+    log = tl.log2(rest / (COUNT - certain).to(tl.float32))
+    return tl.ceil(log * STEPS - 2e-4).to(tl.int32)  # what sums round may not pass a key's size
+
+
+@triton.jit
+def steps_and_shares(key, threshold):
+    """Steps of the weights of cells with keys ``key``, and their probabilities of ``2**16``."""
+    steps = tl.minimum(tl.maximum(threshold - key * (STEPS // 4), 0), 32 * STEPS - 1)
+    part = (steps % STEPS).to(tl.float32) * (-1.0 / STEPS)
+    return steps, tl.exp2(part + WHOLE_BITS).to(tl.int32) >> (steps // STEPS)
+
+
 @triton.jit(do_not_specialize=["first_request", "dense_below"])
 def list_cells_kernel(
-    out_ptr, cut_ptr, key_ptr, count_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    out_ptr, key_ptr, count_ptr, seq_lens_ptr, cu_seqlens_ptr,
     dense_below, first_request, width,
     stride_ot, stride_oh,
     RULE: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr, SHARDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The ``SCORED_BLOCKS`` cells of the largest keys of one request and KV head, ascending.
+    """The sample of cells of one request and KV head, by their keys.
 
-    Ties go to the lower index.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32, -1 for tokens that see
-    everything, and ``[R, Hkv, 2]`` int32: the smallest key that is chosen, and the last cell that
-    is chosen with that key.  With ``SHARDED`` the keys come
-    from all ranks, and this kernel counts them.
+    Writes ``[R, Hkv, SCORED_BLOCKS]`` int32, entries of ``sample.py``; -1 for tokens that see
+    everything.  With ``SHARDED`` the keys come from all ranks, and this kernel counts them.
     """
     KEYS: tl.constexpr = RULE.KEYS
     COUNT: tl.constexpr = RULE.SCORED_BLOCKS
@@ -155,97 +183,42 @@ def list_cells_kernel(
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = first_request + request
-    _first_token, num_tokens, last, _own = request_range(
+    position, num_tokens, last, _own = request_range(
         row, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE
     )
     if num_tokens <= 0:
         return
     out = out_ptr + row.to(tl.int64) * stride_ot + kv_head * stride_oh
     offs = tl.arange(0, BLOCK)
-    if (last - SINK_SEGMENTS) * VECTORS < COUNT:  # they see everything, or rows are too short
-        for begin in tl.range(0, COUNT, BLOCK):
-            tl.store(out + begin + offs, offs * 0 - 1, mask=begin + offs < COUNT)
-        return
     unit = (request * SHAPE.NUM_KV_HEADS + kv_head).to(tl.int64)
     keys = key_ptr + unit * width * VECTORS
     first: tl.constexpr = SINK_SEGMENTS * VECTORS
-    if SHARDED:
-        counts = tl.zeros([KEYS], dtype=tl.int32)
-        for begin in tl.range(first, last * VECTORS, BLOCK):
-            mask = begin + offs < last * VECTORS
-            key = tl.load(keys + begin + offs, mask=mask, other=0).to(tl.int32)
-            counts += tl.histogram(key, KEYS, mask=mask)
-    else:
-        counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
-    reach = tl.cumsum(counts, axis=0, reverse=True)  # keys from each one up
-    threshold = tl.sum((reach >= COUNT).to(tl.int32), axis=0) - 1
-    above = tl.max(tl.where(reach < COUNT, reach, 0), axis=0)
-    needed = COUNT - above
-    found = 0
-    equal = 0
-    cut = -1
-    for begin in tl.range(first, last * VECTORS, BLOCK):
-        cell = begin + offs
-        key = tl.load(keys + cell, mask=cell < last * VECTORS, other=-1).to(tl.int32)
-        more = (key > threshold).to(tl.int32)
-        same = (key == threshold).to(tl.int32)
-        ranks = tl.cumsum(more + (same << 16), axis=0)
-        rank_more = ranks & 0xFFFF
-        rank_same = equal + (ranks >> 16)
-        chosen = (more > 0) | ((same > 0) & (rank_same <= needed))
-        place = found + rank_more + tl.minimum(rank_same, needed) - 1
-        tl.store(out + place, cell, mask=chosen)
-        cut = tl.maximum(cut, tl.max(tl.where((same > 0) & chosen, cell, -1), axis=0))
-        found += tl.sum(more, axis=0)
-        equal += tl.sum(same, axis=0)
-    tl.store(cut_ptr + 2 * unit, threshold)
-    tl.store(cut_ptr + 2 * unit + 1, cut)
-
-
-@triton.jit(do_not_specialize=["first_request", "dense_below"])
-def tail_kernel(
-    tail_ptr, cut_ptr, key_ptr, rest_ptr, base_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    dense_below, first_request, width,
-    stride_tt, stride_th,
-    RULE: tl.constexpr, SHAPE: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Logits of what ``CHUNK`` segments' cells that are not chosen weigh, ``[T, Hq, width]``."""
-    GROUP: tl.constexpr = SHAPE.GROUP
-    SINK_SEGMENTS: tl.constexpr = RULE.SINK_BLOCKS // VECTORS
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    first = tl.program_id(0) * CHUNK
-    kv_head = tl.program_id(1)
-    request = tl.program_id(2)
-    first_token, num_tokens, last, _own = request_range(
-        first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RULE
-    )
-    if first >= last:
-        return
-    unit = (request * SHAPE.NUM_KV_HEADS + kv_head).to(tl.int64)
-    threshold = tl.load(cut_ptr + 2 * unit)
-    cut = tl.load(cut_ptr + 2 * unit + 1)
-    segment = first + tl.arange(0, CHUNK)
-    competes = (segment >= SINK_SEGMENTS) & (segment < last)
-    cell = first * VECTORS + tl.arange(0, CHUNK * VECTORS)
-    key = tl.load(key_ptr + unit * width * VECTORS + cell, mask=cell < last * VECTORS, other=-1)
-    left = (key >= 0) & ((key < threshold) | ((key == threshold) & (cell > cut)))
-    left = tl.reshape(left, [CHUNK, VECTORS])
-    place = request.to(tl.int64) * SHAPE.QUERY_LEN
-    for token in tl.range(0, num_tokens):
-        for member in tl.static_range(GROUP):
-            head = kv_head * GROUP + member
-            line = (place + token) * (SHAPE.NUM_KV_HEADS * GROUP) + head
-            base = tl.load(base_ptr + line * width + segment, mask=competes, other=float("-inf"))
-            rest = tl.load(
-                rest_ptr + line * width * VECTORS + cell, mask=cell < last * VECTORS, other=0.0
-            )
-            rest = tl.reshape(rest.to(tl.float32), [CHUNK, VECTORS])
-            rest = tl.where(left, rest, float("-inf"))
-            top = tl.max(rest, axis=1)
-            top = tl.where(top > float("-inf"), top, 0.0)
-            total = tl.sum(tl.exp2(rest - top[:, None]), axis=1)
-            logit = tl.where(total > 0.0, base + top + tl.log2(total) + 1.0, float("-inf"))
-            at = tail_ptr + (first_token + token).to(tl.int64) * stride_tt + head * stride_th
-            tl.store(at + segment, logit, mask=competes)
+    end = last * VECTORS
+    total = 0
+    if end - first > COUNT:  # else they see everything, or rows are too short
+        if SHARDED:
+            counts = tl.zeros([KEYS], dtype=tl.int32)
+            for begin in tl.range(first, end, BLOCK):
+                mask = begin + offs < end
+                key = tl.load(keys + begin + offs, mask=mask, other=0).to(tl.int32)
+                counts += tl.histogram(key, KEYS, mask=mask)
+        else:
+            counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
+        threshold = threshold_steps(counts, KEYS, COUNT)
+        spread = (position * SHAPE.NUM_KV_HEADS + kv_head).to(tl.uint32) * 0x9E3779B1
+        total = (spread >> (32 - WHOLE_BITS)).to(tl.int32)
+        turn = offs % VECTORS
+        ordered = offs - turn + turn % (VECTORS // THREADS) * THREADS + turn // (VECTORS // THREADS)
+        for begin in tl.range(first, end, BLOCK):
+            cell = begin + ordered
+            key = tl.load(keys + cell, mask=cell < end, other=0).to(tl.int32)
+            steps, share = steps_and_shares(key, threshold)
+            share = tl.where(cell < end, share, 0)
+            until = total + tl.cumsum(share, axis=0)
+            place = (until - share).to(tl.uint32) >> WHOLE_BITS
+            drawn = (until.to(tl.uint32) >> WHOLE_BITS > place) & (place < COUNT)
+            tl.store(out + place, cell + (steps << CELL_BITS), mask=drawn)
+            total += tl.sum(share, axis=0)
+    filled = (total.to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
+    for begin in tl.range(filled, COUNT, BLOCK):
+        tl.store(out + begin + offs, offs * 0 - 1, mask=begin + offs < COUNT)

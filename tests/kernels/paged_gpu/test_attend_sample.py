@@ -1,11 +1,10 @@
-"""Attention over given cells of few keys, and over given tails, against the float64 oracle.
+"""Attention over given samples of cells of few keys, against the float64 oracle.
 
 The same cases go through the kernels and through the torch path.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +13,13 @@ import torch
 from hardware import simulated
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import Chosen, SelectionPolicy, Tail, merge_shards
+from sparsek_kernels.paged import Chosen, SelectionPolicy, merge_shards
 from sparsek_kernels.paged.attend import attend, cpu, cpu_shards
 from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.attend.reference import attend_reference, list_logs
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import SEGMENT
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from sparsek_kernels.paged.record import record_bytes
-from sparsek_kernels.paged.reference import attend_reference
+from sparsek_kernels.paged.sample import CELL_BITS
 
 ON_GPU = torch.cuda.is_available()
 PAIRS = SelectionPolicy(num_sink=20, window_size=40, top_k=60, query_tile=64).by_records(74)
@@ -41,35 +39,23 @@ class Case:
     wanted: torch.Tensor
 
 
-def encode_means(records: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
-    """Write mean values ``[Hkv, D]`` to records ``[Hkv, bytes]``; returns what these stand for."""
-    dim = means.shape[-1]
-    scale = (means.abs().amax(-1, keepdim=True) / 7.5).half()
-    level = (means / scale.float()).floor().clamp(-8, 7).to(torch.uint8) + 8 & 15
-    low, high = level.chunk(2, dim=-1)
-    records[:, 21 * dim // 2 : 11 * dim] = low | high << 4
-    place = 45 * dim // 4 + 34
-    records[:, place : place + 2] = scale.view(torch.uint8)
-    return (level.double() - 7.5) * scale.double()
-
-
 def make_case(
     lengths: list[tuple[int, int]],
     policy: SelectionPolicy,
     *,
-    tail: bool = True,
     decode: bool = True,
-    nothing_left: bool = False,
+    unfilled: int = 0,
+    heaviest: int = 1023,
     scales: tuple[float, float] = (1.0, 1.0),
     sinks: torch.Tensor | None = None,
     device: str = "cpu",
     **options: Any,
 ) -> Case:
-    """Random cells and tails; whatever must not be read is NaN."""
+    """Random cells, weights and order; whatever must not be read is NaN."""
     options = {"page_size": 64, **options}
     problem = make_problem(lengths, num_decodes=len(lengths) * decode, device=device, **options)
     heads, page_size, dim = problem.k_cache.shape[1:]
-    tokens, num_heads = problem.q.shape[:2]
+    tokens = problem.q.shape[0]
     draw = torch.Generator().manual_seed(5)
     rows = list(range(tokens))
     if not decode:
@@ -81,11 +67,6 @@ def make_case(
         ]
     lists = len(lengths) if decode else max(rows) + 1
     indices = torch.full((lists, heads, policy.scored_blocks), -1, dtype=torch.int32)
-    per_page = max(page_size // SEGMENT, 1)
-    shape = (problem.k_cache.shape[0], heads, per_page * record_bytes(dim) + 32)
-    records = torch.full(shape, 255, dtype=torch.uint8)
-    segments = max(length for _, length in lengths) // SEGMENT + 3
-    logits = torch.full((max(rows) + 1, num_heads, segments), float("nan"))
     k_cache, v_cache = problem.k_cache.cpu().clone(), problem.v_cache.cpu().clone()
     unread = torch.ones(problem.k_cache.shape[:3], dtype=torch.bool)
     wanted = torch.empty(problem.q.shape, dtype=torch.float64)
@@ -100,47 +81,47 @@ def make_case(
         for position in range(length - new, length):
             key = torch.arange(length)
             visible = (key <= position).expand(1, heads, length).clone()
-            extra = None
+            logs = None
             start = length - new if decode else position  # where a list's first token is
             if not policy.sees_all(start):
-                first, last = policy.candidate_range(start)
-                block = key // policy.sel_block_size
-                chosen = indices[request if decode else rows[token]]
-                for head in range(heads):
-                    if position == start:
-                        cells = torch.randperm(last - first, generator=draw) + first
-                        chosen[head] = cells[: policy.scored_blocks].sort().values
-                    forced = (block < policy.sink_blocks) | (block >= last)
-                    visible[0, head] &= forced | torch.isin(block, chosen[head])
-                far = range(
-                    first * policy.sel_block_size // SEGMENT,
-                    last * policy.sel_block_size // SEGMENT,
-                )
-                given = torch.randn(num_heads, len(far), generator=draw) * 4
-                left = torch.rand(given.shape, generator=draw) > (1.0 if nothing_left else 0.2)
-                given.masked_fill_(~left, float("-inf"))
-                logits[rows[token], :, far.start : far.stop] = given
-                if tail:
-                    means = []
-                    for n in far:
-                        page = pages[n * SEGMENT]
-                        begin = places[n * SEGMENT] // SEGMENT * record_bytes(dim)
-                        mean = v[n * SEGMENT : (n + 1) * SEGMENT].mean(0).float()
-                        record = records[page, :, begin : begin + record_bytes(dim)]
-                        means.append(encode_means(record, mean))
-                    extra = (given[None] * math.log(2), torch.stack(means) * scales[1])
+                listed = indices[request if decode else rows[token]]
+                if position == start:
+                    listed.copy_(draw_lists(policy, start, heads, unfilled, heaviest, draw))
+                logs = list_logs(listed.tolist(), length, start, policy)
+                visible &= logs > float("-inf")
+                unread[pages[0], :, places[: policy.sel_block_size]] = False  # read for places left
             for head in range(heads):
                 seen = visible[0, head].nonzero().flatten()
                 unread[pages[seen], head, places[seen]] = False
             q = problem.q[token : token + 1].cpu()
             wanted[token] = attend_reference(
-                q, k * scales[0], v * scales[1], visible, dim**-0.5, sinks, extra
+                q, k * scales[0], v * scales[1], visible, dim**-0.5, sinks, logs
             )[0]
             token += 1
     for filled, cache in ((k_cache, problem.k_cache), (v_cache, problem.v_cache)):
         cache.copy_(filled.float().masked_fill(unread[..., None], float("nan")))
-    mine = Tail(logits.to(device), records.to(device)) if tail else None
-    return Case(problem, Chosen(indices.to(device), mine), wanted)
+    return Case(problem, Chosen(indices.to(device)), wanted)
+
+
+def draw_lists(
+    policy: SelectionPolicy,
+    start: int,
+    heads: int,
+    unfilled: int,
+    heaviest: int,
+    draw: torch.Generator,
+) -> torch.Tensor:
+    """Random lists ``[heads, scored_blocks]``, of which some places are not filled."""
+    first, last = policy.candidate_range(start)
+    lists = []
+    for _ in range(heads):
+        cells = torch.randperm(last - first, generator=draw)[: policy.scored_blocks] + first
+        steps = torch.randint(0, heaviest + 1, cells.shape, generator=draw)
+        steps[torch.rand(cells.shape, generator=draw) < 0.3] = 0
+        entries = cells + (steps << CELL_BITS)
+        entries[torch.randperm(len(entries), generator=draw)[:unfilled]] = -1
+        lists.append(entries.int())
+    return torch.stack(lists)
 
 
 def check(
@@ -186,9 +167,10 @@ CASES: dict[str, tuple[list[tuple[int, int]], SelectionPolicy, dict[str, Any]]] 
     "wide-group": (MIXED[:4], PAIRS, {"group": 24}),
     "many-tokens": ([(20, 400), (5, 777)], PAIRS, {"group": 4}),
     "segments": (MIXED, WHOLE, {"page_size": 128, "group": 4}),
-    "nothing-left": ([(2, 700)], PAIRS, {"nothing_left": True}),
-    "no-tail": (MIXED, PAIRS, {"tail": False}),
-    "no-tail-small-pages": (MIXED, FOURS, {"tail": False, "page_size": 16}),
+    "weights-of-1": (MIXED, PAIRS, {"heaviest": 0}),
+    "small-pages": (MIXED, FOURS, {"page_size": 16}),
+    "places-left": (MIXED, PAIRS, {"unfilled": 5, "heaviest": 200}),
+    "nothing-drawn": ([(2, 700)], FOURS, {"unfilled": 32}),
 }
 
 
@@ -204,7 +186,7 @@ def test_prefills_by_token(path: str) -> None:
     check(path, [(5, 420), (3, 70), (2, 530)], PAIRS, decode=False)
 
 
-@pytest.mark.parametrize("name", ["pairs", "fours", "wide", "no-tail"])
+@pytest.mark.parametrize("name", ["pairs", "fours", "wide", "places-left"])
 def test_one_order_of_addition(name: str) -> None:
     """Nothing is split, on whatever GPU."""
     lengths, policy, options = CASES[name]
@@ -225,7 +207,6 @@ def test_short_floats(dtype: torch.dtype, tolerance: float, path: str) -> None:
 
 
 def test_fp8_caches() -> None:
-    """What the means of fp8 values stand for is in units of the stored numbers."""
     check("kernels", MIXED, PAIRS, scales=(0.5, 0.25), cache_dtype=torch.float8_e4m3fn)
 
 
@@ -242,7 +223,7 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize("path", ["kernels", "torch"])
-@pytest.mark.parametrize("name", ["pairs", "fours", "no-tail", "segments"])
+@pytest.mark.parametrize("name", ["pairs", "fours", "places-left", "segments"])
 def test_ranks_attend_together_what_one_does(name: str, path: str) -> None:
     lengths, policy, options = CASES[name]
     device = "cuda" if ON_GPU and path == "kernels" else "cpu"
@@ -261,15 +242,12 @@ def test_ranks_attend_together_what_one_does(name: str, path: str) -> None:
             cache.clone().masked_fill(~kept[:, None, None, None], float("nan"))
             for cache in (problem.k_cache, problem.v_cache)
         )
-        tail = case.chosen.tail
-        if tail is not None:
-            tail = tail._replace(records=tail.records.masked_fill(~kept[:, None, None], 255))
         out = torch.full(problem.q.shape, float("nan"), device=device)
         lse = torch.full(problem.q.shape[:2], float("nan"), device=device)
         operands = replace(problem.operands(out, lse=lse), k_cache=k_cache, v_cache=v_cache)
         segment = Segment(replace(problem.batch, block_table=mine, _derived={}), policy)
         by = cpu_shards if path == "torch" else attend_launch
-        by.attend_segment(operands, segment, case.chosen._replace(tail=tail))
+        by.attend_segment(operands, segment, case.chosen)
         parts.append((out, lse))
     outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
     merged = merge_shards(outs, lses, sinks.to(device))
@@ -278,17 +256,10 @@ def test_ranks_attend_together_what_one_does(name: str, path: str) -> None:
 
 def test_what_is_refused() -> None:
     case = make_case([(1, 400)], PAIRS)
-    problem, segment = case.problem, Segment(case.problem.batch, PAIRS)
-    operands = problem.operands(torch.empty_like(problem.q))
-    with pytest.raises(TypeError, match=r"chosen: expected Chosen\(indices, tail\), got Tensor"):
+    segment = Segment(case.problem.batch, PAIRS)
+    operands = case.problem.operands(torch.empty_like(case.problem.q))
+    with pytest.raises(TypeError, match=r"chosen: expected Chosen\(indices\), got Tensor"):
         attend(operands, segment, case.chosen.indices)
-    for wrong in (
-        (replace(operands, v_cache=problem.v_cache[..., :16]), segment),
-        (operands, replace(segment, policy=SelectionPolicy(window_size=40, query_tile=1))),
-        (replace(operands, k_cache=problem.k_cache[:, :, :32]), segment),
-    ):
-        with pytest.raises(ValueError, match=r"chosen\.tail: expected a policy with an alignment"):
-            attend(*wrong, case.chosen)
 
 
 @pytest.mark.gpu
