@@ -7,6 +7,11 @@ from typing import NamedTuple
 import torch
 
 
+class Tail(NamedTuple):
+    logits: torch.Tensor
+    records: torch.Tensor
+
+
 class Chosen(NamedTuple):
     """What the tiles of a segment of a step attend beyond sinks and window.
 
@@ -18,6 +23,7 @@ class Chosen(NamedTuple):
     """
 
     indices: torch.Tensor
+    tail: Tail | None = None
 
     def of_tiles(self, tiles: slice | torch.Tensor) -> Chosen:
         """What some of the lists hold."""

@@ -13,7 +13,7 @@ from sparsek_kernels.paged.cpu.plan import TileGroup
 from sparsek_kernels.paged.merge import merge_shards
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy
-from sparsek_kernels.paged.record import read_value_means, view_records
+from sparsek_kernels.paged.record import view_records
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys, ``[T, Hkv, G, Dv]``, 0 for a token that sees none of them, and its

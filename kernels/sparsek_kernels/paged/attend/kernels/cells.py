@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.attend.kernels.pieces import add_weights, attend_pieces
-from sparsek_kernels.paged.kernels.record import SEGMENT, load_value_means
+from sparsek_kernels.paged.kernels.record import SEGMENT
 
 
 @triton.jit

@@ -5,6 +5,8 @@
 
 #include "decode.h"
 #include "record.h"
+#define AT_VALUE(dim) 0
+#define AT_VALUE_SCALE(dim) 0
 
 #define SHARES (VECTORS / WIDE) /* registers with a number of each of a record's vectors */
 #define AHEAD 192               /* bytes of a record for 16 channels: three lines */
