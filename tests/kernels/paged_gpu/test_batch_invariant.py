@@ -114,7 +114,7 @@ class RecordCompany(Company):
     def serve(
         self, pieces: list[Piece], max_seq_len: int | None = None, *, batch_invariant: bool = True
     ) -> list[torch.Tensor]:
-        k_cache, v_cache = self.problem.k_cache, self.problem.v_cache
+        k_cache = self.problem.k_cache
         pages, heads, page_size, dim = k_cache.shape
         shape = (pages, heads, page_bytes(page_size, dim))
         records = torch.full(shape, 255, dtype=torch.uint8, device=k_cache.device)
@@ -122,7 +122,7 @@ class RecordCompany(Company):
             position = torch.arange(piece.seq_len, device=k_cache.device)
             pages = self.problem.batch.block_table[piece.request].long()
             slots = pages[position // page_size] * page_size + position % page_size
-            write_records(k_cache, v_cache, records, slots)
+            write_records(k_cache, records, slots)
         self.problem = replace(self.problem, k_summary=records)
         return super().serve(pieces, max_seq_len, batch_invariant=batch_invariant)
 
