@@ -51,7 +51,7 @@ def write_launched(
     """What ``write_kv`` does on a GPU."""
     write_launch.write_kv(key, value, k_cache, v_cache, slots, **scales)
     if k_summary is not None:
-        launch_write.write_records(k_cache, v_cache, k_summary, slots)
+        launch_write.write_records(k_cache, k_summary, slots)
 
 
 def attend_launched(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:

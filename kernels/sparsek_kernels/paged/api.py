@@ -101,12 +101,12 @@ def write_kv(
             rows = (key, value, k_cache, v_cache, slot_mapping)
             launch.write_kv(*rows, k_scale=k_scale, v_scale=v_scale)
             if k_summary is not None:
-                write_records(k_cache, v_cache, k_summary, slot_mapping)
+                write_records(k_cache, k_summary, slot_mapping)
         return
     tokens = slot_mapping.shape[0]
     write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, slot_mapping)
     if k_summary is not None:
-        write_records(k_cache, v_cache, k_summary, slot_mapping)
+        write_records(k_cache, k_summary, slot_mapping)
 
 
 def write_index(

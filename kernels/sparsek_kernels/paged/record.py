@@ -1,27 +1,25 @@
 """What a page keeps of each complete segment of 64 tokens, for one KV head: a record.
 
 A record lies in the page that holds its 64 keys, one a segment in their order.  Sections, for
-``D`` channels (``11.25 D + 36`` bytes, rounded up to 16):
+``D`` channels (``10.75 D + 34`` bytes, rounded up to 16):
 
 | section | byte | what |
 | --- | --- | --- |
 | levels | 0 | ``[32, D / 4]``: 2 bits a channel of each vector, the mean of 2 keys less ``mean`` |
 | mean | 8 D | ``[D]`` fp16: the segment's mean key |
 | variance | 10 D | ``[D / 2]`` e5m2: variance of the keys about their vector, one a RoPE pair |
-| value | 10.5 D | ``[D / 2]``: the mean value in 4 bits a channel |
-| pairs | 11 D | ``[D / 4]``: the size of each RoPE pair: 4 bits, steps below the largest |
-| scales | 11.25 D | ``[32]``: each vector's size, 4 bits of exponent and 4 of mantissa |
-| base | 11.25 D + 32 | the largest pair's size: 7 bits of exponent, 1 of mantissa; a byte of 0 |
-| value scale | 11.25 D + 34 | fp16 |
+| pairs | 10.5 D | ``[D / 4]``: the size of each RoPE pair: 4 bits, steps below the largest |
+| scales | 10.75 D | ``[32]``: each vector's size, 4 bits of exponent and 4 of mantissa |
+| base | 10.75 D + 32 | the largest pair's size: 7 bits of exponent, 1 of mantissa; a byte of 0 |
 
 Channels ``d`` and ``d + D / 2`` are a RoPE pair.  Byte ``b`` of a row of levels has the channels
 ``b + p D / 4``: of channel ``p`` half of the level, rounded down, in the bits ``7 - 2 p`` and
-``6 - 2 p``: -2, -1, 0 and 1 for -3, -1, 1 and 3.  Byte ``b`` of the value has ``b`` and
-``b + D / 2`` from its low bits up; byte ``b`` of the pairs has the pairs ``b`` and ``b + D / 4``.
+``6 - 2 p``: -2, -1, 0 and 1 for -3, -1, 1 and 3.  Byte ``b`` of the pairs has the pairs ``b`` and
+``b + D / 4``, from its low bits up.
 
 A vector is ``mean + scale * level * size`` of its channel's pair.  Sizes and levels are of the
-vectors less the mean as it is stored, which makes up for its rounding.  A channel of the value is
-``(level - 7.5) * value scale``.  Numbers are those of the cache: of an fp8 one without its scales.
+vectors less the mean as it is stored, which makes up for its rounding.  Numbers are those of the
+cache: of an fp8 one without its scales.
 """
 
 from __future__ import annotations
@@ -53,26 +51,22 @@ class Sections(NamedTuple):
 
     mean: int
     variance: int
-    value: int
     pairs: int
     scales: int
     base: int
-    value_scale: int
     end: int
 
 
 def sections(head_dim: int) -> Sections:
     """Where the sections of a record begin, and where the last one ends."""
-    scales = 45 * head_dim // 4
+    scales = 43 * head_dim // 4
     return Sections(
         mean=8 * head_dim,
         variance=10 * head_dim,
-        value=21 * head_dim // 2,
-        pairs=11 * head_dim,
+        pairs=21 * head_dim // 2,
         scales=scales,
         base=scales + VECTORS,
-        value_scale=scales + VECTORS + 2,
-        end=scales + VECTORS + 4,
+        end=scales + VECTORS + 2,
     )
 
 
@@ -130,8 +124,8 @@ def view_records(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torc
     return records
 
 
-def encode(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Records ``[..., record_bytes]`` of segments' keys and values, ``[..., 64, D]``."""
+def encode(keys: torch.Tensor) -> torch.Tensor:
+    """Records ``[..., record_bytes]`` of segments' keys ``[..., 64, D]``."""
     first, second = keys.float().unflatten(-2, (VECTORS, VECTOR)).unbind(-2)
     vectors = (first + second) * 0.5
     mean = vectors.mean(-2).clamp_(-_LARGEST_FP16, _LARGEST_FP16).half()
@@ -144,21 +138,18 @@ def encode(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     large = squares >= squares.mean(-1, keepdim=True)
     scales = squares.sum(-1) * _inverse((z.abs() * torch.where(large, 3.0, 1.0)).sum(-1))
     variance = _pair_squares((first - second) * 0.5).clamp_(max=_LARGEST_E5M2)
-    value, value_scale = _encode_value(values.float().mean(-2))
     parts = [
         _pack_levels(z < 0.0, large).flatten(-2),
         mean.view(torch.uint8),
         variance.to(torch.float8_e5m2).view(torch.uint8),
-        value,
         _pack(below),
         _scale_codes(scales),
         base.to(torch.uint8),
         torch.zeros_like(base, dtype=torch.uint8),
-        value_scale.view(torch.uint8),
     ]
     dim = keys.shape[-1]
     rest_of_record = record_bytes(dim) - sections(dim).end
-    return torch.cat([*parts, value.new_zeros(*base.shape[:-1], rest_of_record)], -1)
+    return torch.cat([*parts, parts[0].new_zeros(*base.shape[:-1], rest_of_record)], -1)
 
 
 def read_vectors(records: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -179,7 +170,7 @@ def read_means(records: torch.Tensor, head_dim: int) -> torch.Tensor:
 def read_variances(records: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Variances of the keys about their vectors, ``[..., D / 2]`` float32: one a pair."""
     at = sections(head_dim)
-    return records[..., at.variance : at.value].view(torch.float8_e5m2).float()
+    return records[..., at.variance : at.pairs].view(torch.float8_e5m2).float()
 
 
 def read_pair_scales(records: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -187,13 +178,6 @@ def read_pair_scales(records: torch.Tensor, head_dim: int) -> torch.Tensor:
     at = sections(head_dim)
     base = records[..., at.base : at.base + 1].int()
     return code_sizes(base - _unpack(records[..., at.pairs : at.scales]))
-
-
-def read_value_means(records: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The mean values ``[..., D]`` float32."""
-    at = sections(head_dim)
-    scale = records[..., at.value_scale : at.end].view(torch.float16).float()
-    return (_unpack(records[..., at.value : at.pairs]).float() - 7.5) * scale
 
 
 def code_scales(codes: torch.Tensor) -> torch.Tensor:
@@ -232,13 +216,6 @@ def _both(x: torch.Tensor) -> torch.Tensor:
 def _inverse(x: torch.Tensor) -> torch.Tensor:
     """``1 / x`` of non-negative numbers, 0 of 0."""
     return torch.where(x > 0.0, 1.0 / x, 0.0)
-
-
-def _encode_value(mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes ``[..., D / 2]`` and scale ``[..., 1]`` of mean values ``[..., D]`` float32."""
-    scale = (mean.abs().amax(-1, keepdim=True) / 7.5).clamp_(max=_LARGEST_FP16).half()
-    levels = (mean * _inverse(scale.float())).floor_().clamp_(-8.0, 7.0)
-    return _pack(levels.int() + 8), scale
 
 
 def _pack_levels(negative: torch.Tensor, large: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,6 @@ class DecodedRecords:
         means: ``[..., D]``, the segments' keys.
         variances: ``[..., D / 2]``, one a RoPE pair.
         pair_scales: ``[..., D / 2]``.
-        value_means: ``[..., D]``.
-        value_scales: ``[..., 1]``.
     """
 
     vectors: torch.Tensor
@@ -28,13 +26,11 @@ class DecodedRecords:
     means: torch.Tensor
     variances: torch.Tensor
     pair_scales: torch.Tensor
-    value_means: torch.Tensor
-    value_scales: torch.Tensor
 
 
-def records_reference(keys: torch.Tensor, values: torch.Tensor) -> DecodedRecords:
-    """What the records of whole segments ``[..., 64, D]`` stand for."""
-    keys, values = keys.double(), values.double()
+def records_reference(keys: torch.Tensor) -> DecodedRecords:
+    """What the records of whole segments' keys ``[..., 64, D]`` stand for."""
+    keys = keys.double()
     half = keys.shape[-1] // 2
     means = (keys.sum(-2) / _KEYS).clamp(-65504.0, 65504.0).to(torch.float16).double()
     vectors = (keys[..., 0::2, :] + keys[..., 1::2, :]) / 2
@@ -50,18 +46,12 @@ def records_reference(keys: torch.Tensor, values: torch.Tensor) -> DecodedRecord
     each = torch.repeat_interleave(vectors, 2, dim=-2)
     variance = ((keys - each) ** 2).mean(-2)
     variances = (variance[..., :half] + variance[..., half:]) / 2
-    value = values.sum(-2) / _KEYS
-    value_scales = (value.abs().amax(-1, keepdim=True) / 7.5).clamp(max=65504.0)
-    value_scales = value_scales.to(torch.float16).double()
-    value_levels = (value / value_scales).nan_to_num(0.0).floor().clamp(-8.0, 7.0) + 0.5
     return DecodedRecords(
         vectors=means[..., None, :] + rho * levels * channel_scales,
         steps=(2.0 * rho * channel_scales).expand_as(vectors),
         means=means,
         variances=e5m2_reference(variances),
         pair_scales=pair_scales,
-        value_means=value_levels * value_scales,
-        value_scales=value_scales,
     )
 
 

@@ -174,7 +174,7 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         part = slice(start, start + _PAGES_AT_A_TIME)
         kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
     if page % SEGMENT == 0:
-        write_records(k_cache, v_cache, k_summary, torch.arange(len(pages) * page, device=device))
+        write_records(k_cache, k_summary, torch.arange(len(pages) * page, device=device))
     max_len = case.int_param("max_len")
     table = shuffled_pages(counts, max(*counts, ceil_div(max_len, page)), generator)
     tokens = case.spec.total_query_tokens

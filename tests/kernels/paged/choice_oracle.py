@@ -26,18 +26,14 @@ class Fields:
         levels: ``[..., 32, D]``, 1, 3, -1 or -3.
         mean: ``[..., D]``.
         variances, sizes: ``[..., D / 2]``, of RoPE pairs.
-        value_levels: ``[..., D]``, -7.5 to 7.5.
         scales: ``[..., 32]``.
-        value_scale: ``[...]``.
     """
 
     levels: torch.Tensor
     mean: torch.Tensor
     variances: torch.Tensor
     sizes: torch.Tensor
-    value_levels: torch.Tensor
     scales: torch.Tensor
-    value_scale: torch.Tensor
 
     def of(self, segments: slice, head: int) -> Fields:
         """Those of some segments of a KV head, where the fields are ``[segments, Hkv, ...]``."""
@@ -49,18 +45,12 @@ class Fields:
         sizes = torch.cat([self.sizes, self.sizes], -1).unsqueeze(-2)
         return self.mean.unsqueeze(-2) + self.scales.unsqueeze(-1) * self.levels * sizes
 
-    @property
-    def value(self) -> torch.Tensor:
-        """``[..., D]``."""
-        return self.value_levels * self.value_scale.unsqueeze(-1)
-
 
 def read(records: torch.Tensor, dim: int) -> Fields:
     """The fields of records ``[..., bytes]``."""
-    sizes = (8 * dim, 2 * dim, dim // 2, dim // 2, dim // 4, 32, 1, 1, 2)
+    sizes = (8 * dim, 2 * dim, dim // 2, dim // 4, 32, 1)
     used = records[..., : sum(sizes)]
-    levels, mean, variances, value, pairs, scales, base, unused, value_scale = used.split(sizes, -1)
-    assert not unused.any()
+    levels, mean, variances, pairs, scales, base = used.split(sizes, -1)
     assert not records[..., sum(sizes) :].any()
     levels = levels.unflatten(-1, (32, -1))
     meaning = torch.tensor([1.0, 3.0, -3.0, -1.0])
@@ -74,9 +64,7 @@ def read(records: torch.Tensor, dim: int) -> Fields:
         mean=mean.contiguous().view(torch.float16).double(),
         variances=variances.contiguous().view(torch.float8_e5m2).double(),
         sizes=pair_size(codes),
-        value_levels=torch.cat([value & 15, value >> 4], -1).double() - 7.5,
         scales=torch.where(scale_codes > 0, scale, 0.0),
-        value_scale=value_scale.contiguous().view(torch.float16).double()[..., 0],
     )
 
 

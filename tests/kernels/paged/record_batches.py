@@ -53,7 +53,7 @@ def make_records(
     table = torch.randperm(len(lengths) * each, generator=draw).view(len(lengths), each).int()
     records = torch.zeros(shape[0], heads, page_bytes(page_size, dim), dtype=torch.uint8)
     policy = TILES.by_records(tokens)
-    write_records(k_cache, v_cache, records, torch.arange(shape[0] * page_size))
+    write_records(k_cache, records, torch.arange(shape[0] * page_size))
     count = len(lengths) if decodes is None else decodes
     batch = batch_of_lengths(table, new, lengths, decodes=count)
     q = (2 * torch.randn(sum(new), heads * group, dim, generator=draw)).to(dtype)

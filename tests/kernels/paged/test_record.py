@@ -15,7 +15,6 @@ from sparsek_kernels.paged.record import (
     encode,
     page_bytes,
     read_means,
-    read_value_means,
     read_variances,
     read_vectors,
     record_bytes,
@@ -38,28 +37,28 @@ POLICY = SelectionPolicy(num_sink=64, window_size=64, top_k=4).by_records(64)
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_equal_the_oracle(kind: str, dim: int, dtype: torch.dtype) -> None:
-    keys, values = segments(kind, (3, 2), dim, dtype)
-    records = encode(keys, values)
+    keys = segments(kind, (3, 2), dim, dtype)
+    records = encode(keys)
     assert records.shape == (3, 2, record_bytes(dim))
-    check_decoded(records, keys, values)
+    check_decoded(records, keys)
 
 
 def short_float(code: int) -> float:
     return (1 + (code & 15) / 16) * 2.0 ** ((code >> 4) - 8) if code else 0.0
 
 
-def decoded_by_hand(record: bytes, dim: int) -> tuple[list[list[float]], list[float], list[float]]:
-    """Vectors, variances and the mean value of a record, byte by byte as the table says."""
+def decoded_by_hand(record: bytes, dim: int) -> tuple[list[list[float]], list[float]]:
+    """Vectors and variances of a record, byte by byte as the table says."""
     half, quarter = dim // 2, dim // 4
     center = struct.unpack(f"<{dim}e", record[8 * dim : 10 * dim])
-    base = record[45 * quarter + 32]
+    base = record[43 * quarter + 32]
     sizes = []
     for pair in range(half):
-        code = base - (record[11 * dim + pair % quarter] >> (4 * (pair // quarter)) & 15)
+        code = base - (record[21 * half + pair % quarter] >> (4 * (pair // quarter)) & 15)
         sizes.append((1.5 if code % 2 else 1.0) * 2.0 ** (code // 2 - 64))
     vectors = []
     for vector in range(32):
-        scale = short_float(record[45 * quarter + vector])
+        scale = short_float(record[43 * quarter + vector])
         row = []
         for channel in range(dim):
             byte, plane = record[vector * quarter + channel % quarter], channel // quarter
@@ -72,32 +71,24 @@ def decoded_by_hand(record: bytes, dim: int) -> tuple[list[list[float]], list[fl
         variances.append(
             (1 + fraction / 4) * 2.0 ** (exponent - 15) if exponent else fraction / 65536
         )
-    (value_scale,) = struct.unpack("<e", record[45 * quarter + 34 : 45 * quarter + 36])
-    value = [
-        ((record[21 * half + channel % half] >> (4 * (channel // half)) & 15) - 7.5) * value_scale
-        for channel in range(dim)
-    ]
-    return vectors, variances, value
+    return vectors, variances
 
 
 @pytest.mark.parametrize("kind", ["normal", "massive"])
 @pytest.mark.parametrize("dim", [8, 80, 128])
 def test_bytes_lie_where_the_table_says(dim: int, kind: str) -> None:
-    keys, values = segments(kind, (), dim, torch.bfloat16)
-    record = encode(keys, values)
-    vectors, variances, value = decoded_by_hand(bytes(record.tolist()), dim)
+    record = encode(segments(kind, (), dim, torch.bfloat16))
+    vectors, variances = decoded_by_hand(bytes(record.tolist()), dim)
     torch.testing.assert_close(read_vectors(record, dim), torch.tensor(vectors))
     torch.testing.assert_close(read_variances(record, dim), torch.tensor(variances))
-    torch.testing.assert_close(read_value_means(record, dim), torch.tensor(value))
-    assert record[45 * dim // 4 + 33] == 0
-    assert (record[45 * dim // 4 + 36 :] == 0).all()
+    assert (record[43 * dim // 4 + 33 :] == 0).all()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("normal", 0.4), ("massive", 0.6), ("offset", 0.4)])
 def test_two_bits_keep_most_of_a_vector(kind: str, most: float) -> None:
     """Of what a vector has beside its segment's mean, pair by pair."""
-    keys, values = segments(kind, (16,), 128, torch.bfloat16)
-    records = encode(keys, values)
+    keys = segments(kind, (16,), 128, torch.bfloat16)
+    records = encode(keys)
     exact = keys.double().unflatten(1, (32, 2)).mean(2)
     rest = (exact - read_means(records, 128).double()[:, None]).square().sum((0, 1))
     error = (read_vectors(records, 128).double() - exact).square().sum((0, 1))
@@ -154,9 +145,9 @@ def test_segments_on_pages_of_other_ranks() -> None:
 
 
 def test_bytes_of_a_page() -> None:
-    assert record_bytes(128) == 1488
+    assert record_bytes(128) == 1424
     assert record_bytes(8) == 128
-    assert PageRecords().page_bytes(192, 128) == page_bytes(192, 128) == 3 * 1488
+    assert PageRecords().page_bytes(192, 128) == page_bytes(192, 128) == 3 * 1424
     for page_size in (16, 32, 96, 0):
         with pytest.raises(ValueError, match=f"page_size: .* multiple of 64 .*, got {page_size}; "):
             page_bytes(page_size, 128)
@@ -189,7 +180,7 @@ def test_what_does_not_fit() -> None:
 def test_padding_writes_nothing() -> None:
     pages = make_pages([64, 64])
     pages.step([0, 0], [64, 63], write)
-    write(pages.k_cache, pages.v_cache, pages.k_summary, torch.tensor([-1, -1]))
+    write(pages.k_cache, pages.k_summary, torch.tensor([-1, -1]))
     assert torch.equal(pages.records, pages.expected([64, 0]))
 
 

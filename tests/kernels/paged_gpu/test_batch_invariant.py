@@ -121,7 +121,7 @@ class RecordCompany(Company):
             position = torch.arange(piece.seq_len, device=k_cache.device)
             pages = self.problem.batch.block_table[piece.request].long()
             slots = pages[position // page_size] * page_size + position % page_size
-            write_records(k_cache, v_cache, records, slots)
+            write_records(k_cache, records, slots)
         self.problem = replace(self.problem, k_summary=records)
         return super().serve(pieces, max_seq_len, batch_invariant=batch_invariant)
 

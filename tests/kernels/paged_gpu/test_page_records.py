@@ -62,7 +62,7 @@ def make_case(
     size = page_bytes(page_size, dim)
     records = torch.zeros(pages, heads, size, dtype=torch.uint8, device=device)
     write = launch_write.write_records if triton else cpu_write.write_records_eager
-    write(problem.k_cache, problem.v_cache, records, torch.cat(problem.slots))
+    write(problem.k_cache, records, torch.cat(problem.slots))
     out = torch.empty_like(problem.q)
     scale = dim**-0.5
     operands = PagedOperands(

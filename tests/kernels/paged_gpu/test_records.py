@@ -14,7 +14,6 @@ from sparsek_kernels.paged.index.page_records.launch_write import write_records
 from sparsek_kernels.paged.kernels.record import (
     e5m2_code,
     load_pair_scales,
-    load_value_means,
     load_variances,
     of_e5m2_code,
     scale_of,
@@ -24,7 +23,6 @@ from sparsek_kernels.paged.record import (
     code_scales,
     encode,
     read_pair_scales,
-    read_value_means,
     read_variances,
     record_bytes,
     sections,
@@ -77,8 +75,7 @@ def test_the_kernel_writes_what_the_torch_path_writes(
     pages.step([0, 0, 0], lengths, write_records)
     check_bytes(pages, lengths)
     at = [int(pages.table[0, 0]), int(pages.table[0, 1]), int(pages.table[1, 0])]
-    keys, values = (cache[at].cpu() for cache in (pages.k_cache, pages.v_cache))
-    check_decoded(pages.records[at, :, 0].cpu(), keys, values)
+    check_decoded(pages.records[at, :, 0].cpu(), pages.k_cache[at].cpu())
 
 
 @pytest.mark.skipif(
@@ -132,7 +129,7 @@ def test_padding_writes_nothing() -> None:
     pages = make_pages([64, 64], device=DEVICE)
     pages.step([0, 0], [64, 63], write_records)
     padding = torch.full((3,), -1, device=DEVICE)
-    write_records(pages.k_cache, pages.v_cache, pages.k_summary, padding)
+    write_records(pages.k_cache, pages.k_summary, padding)
     check_bytes(pages, [64, 0])
 
 
@@ -174,7 +171,6 @@ def _read_kernel(
     pair_ptr,
     variance_ptr,
     scale_ptr,
-    value_ptr,
     RECORD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -182,11 +178,7 @@ def _read_kernel(
     row = tl.arange(0, 4)
     live = row < 3
     record = record_ptr + row * RECORD
-    offs, pair, quarter = (
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_D // 2),
-        tl.arange(0, BLOCK_D // 4),
-    )
+    pair, quarter = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_D // 4)
     low, high = load_pair_scales(record, live, HEAD_DIM, BLOCK_D // 4)
     out = pair_ptr + row[:, None] * (HEAD_DIM // 2) + quarter[None, :]
     mask = live[:, None] & (quarter < HEAD_DIM // 4)[None, :]
@@ -199,27 +191,21 @@ def _read_kernel(
     code = tl.load(record[:, None] + scales_at(HEAD_DIM) + vector[None, :], mask=live[:, None])
     out = scale_ptr + row[:, None] * 32 + vector[None, :]
     tl.store(out, scale_of(code), mask=live[:, None])
-    level, scale = load_value_means(record, live, HEAD_DIM, BLOCK_D)
-    inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :] & live[:, None]
-    value = tl.where(inside, (level.to(tl.float32) - 7.5) * scale[:, None], 0.0)
-    tl.store(value_ptr + row[:, None] * BLOCK_D + offs[None, :], value)
 
 
 @pytest.mark.parametrize("dim", [8, 80, 128])
 def test_kernels_read_what_torch_reads(dim: int) -> None:
-    records = encode(*segments("normal", (3,), dim, torch.bfloat16)).to(DEVICE)
+    records = encode(segments("normal", (3,), dim, torch.bfloat16)).to(DEVICE)
     records[1, sections(dim).scales :: 3] = 0  # vectors of scale 0
     block = triton.next_power_of_2(dim)
     pairs = torch.empty(3, dim // 2, device=DEVICE)
     variances = torch.full((4, block // 2), float("nan"), device=DEVICE)
     scales = torch.empty(3, 32, device=DEVICE)
-    values = torch.full((4, block), float("nan"), device=DEVICE)
     _read_kernel[(1,)](
         records,
         pairs,
         variances,
         scales,
-        values,
         RECORD=record_bytes(dim),
         HEAD_DIM=dim,
         BLOCK_D=block,
@@ -227,13 +213,9 @@ def test_kernels_read_what_torch_reads(dim: int) -> None:
     assert torch.equal(pairs, read_pair_scales(records, dim))
     at = sections(dim)
     assert torch.equal(scales, code_scales(records[:, at.scales : at.base]))
-    for found, expected, width in (
-        (variances, read_variances(records, dim), dim // 2),
-        (values, read_value_means(records, dim), dim),
-    ):
-        assert torch.equal(found[:3, :width], expected)
-        assert (found[3] == 0).all()
-        assert (found[:, width:] == 0).all()
+    assert torch.equal(variances[:3, : dim // 2], read_variances(records, dim))
+    assert (variances[3] == 0).all()
+    assert (variances[:, dim // 2 :] == 0).all()
 
 
 @pytest.mark.gpu
@@ -244,7 +226,7 @@ def test_graph_replay_with_other_slots() -> None:
     pages.step([0] * 4, lengths, write_records)
     check_bytes(pages, lengths)
     slots = torch.full((4,), -1, device=DEVICE)
-    call = (pages.k_cache, pages.v_cache, pages.k_summary, slots)
+    call = (pages.k_cache, pages.k_summary, slots)
     write_records(*call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -29,33 +29,21 @@ def variance_at(head_dim):
 
 
 @triton.constexpr_function
-def value_at(head_dim):
-    """Byte at which the mean value begins."""
-    return 21 * head_dim // 2
-
-
-@triton.constexpr_function
 def pairs_at(head_dim):
     """Byte at which the sizes of RoPE pairs begin."""
-    return 11 * head_dim
+    return 21 * head_dim // 2
 
 
 @triton.constexpr_function
 def scales_at(head_dim):
     """Byte at which the vectors' scales begin."""
-    return 45 * head_dim // 4
+    return 43 * head_dim // 4
 
 
 @triton.constexpr_function
 def base_at(head_dim):
     """Byte of the largest pair's size."""
-    return 45 * head_dim // 4 + 32
-
-
-@triton.constexpr_function
-def value_scale_at(head_dim):
-    """Byte of the scale of the mean value."""
-    return 45 * head_dim // 4 + 34
+    return 43 * head_dim // 4 + 32
 
 
 @triton.jit
@@ -126,31 +114,3 @@ def load_variances(record, live, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
     at: tl.constexpr = variance_at(HEAD_DIM)
     mask = live[:, None] & (offs < HEAD_DIM // 2)[None, :]
     return of_e5m2_code(tl.load(record[:, None] + at + offs[None, :], mask=mask, other=0))
-
-
-@triton.jit
-def load_value_means(records, here, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Levels ``[P, BLOCK_D]`` int16 and scales ``[P]`` float32 of the mean values of segments.
-
-    A mean value is ``(level - 7.5) * scale``.
-
-    Args:
-        records: ``[P]`` pointers to the bytes of the segments' records.
-        here: ``[P]``, which of them are read; the others' levels and scales are 0.
-    """
-    HALF: tl.constexpr = HEAD_DIM // 2
-    VALUE: tl.constexpr = value_at(HEAD_DIM)
-    SCALE: tl.constexpr = value_scale_at(HEAD_DIM)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask = here[:, None] & (offs_d < HEAD_DIM)[None, :]
-    packed = tl.load(records[:, None] + (VALUE + offs_d % HALF)[None, :], mask=mask, other=0)
-    shift = tl.where(offs_d < HALF, 0, 4).to(tl.int16)
-    levels = (packed.to(tl.int16) >> shift[None, :]) & 15
-    if SCALE % 4 == 2:  # four bytes: what copies ahead take
-        words = (records + (SCALE - 2)).to(tl.pointer_type(tl.int32), bitcast=True)
-        half = (tl.load(words, mask=here, other=0) >> 16).to(tl.int16)
-        scale = half.to(tl.float16, bitcast=True)
-    else:
-        scales = (records + SCALE).to(tl.pointer_type(tl.float16), bitcast=True)
-        scale = tl.load(scales, mask=here, other=0.0)
-    return levels, scale.to(tl.float32)

@@ -12,12 +12,10 @@
 /* Where the sections begin, of `dim` channels; levels are first. */
 #define AT_MEAN(dim) (8 * (dim))
 #define AT_VARIANCE(dim) (10 * (dim))
-#define AT_VALUE(dim) (21 * (dim) / 2)
-#define AT_PAIRS(dim) (11 * (dim))
-#define AT_SCALES(dim) (45 * (dim) / 4)
+#define AT_PAIRS(dim) (21 * (dim) / 2)
+#define AT_SCALES(dim) (43 * (dim) / 4)
 #define AT_BASE(dim) (AT_SCALES(dim) + VECTORS)
-#define AT_VALUE_SCALE(dim) (AT_BASE(dim) + 2)
-#define RECORD_BYTES(dim) ((AT_VALUE_SCALE(dim) + 2 + 15) / 16 * 16)
+#define RECORD_BYTES(dim) ((AT_BASE(dim) + 2 + 15) / 16 * 16)
 
 /* Small floats as float32 with a few bits of mantissa: code 0 is FIRST of the float32's bits. */
 #define PAIR_SHIFT 22 /* 1 bit of mantissa */

@@ -1,4 +1,4 @@
-/* The records (record.h) of segments that are complete, from their keys and values.  Called by
+/* The records (record.h) of segments that are complete, from their keys.  Called by
  * records.py, which documents the arguments.  Sums are float32, but for the mean keys'. */
 
 #include "record.h"
@@ -17,7 +17,7 @@ typedef struct {
 typedef struct {
     int64_t count, heads, dim, page_segments, threads;
     const int64_t *segments; /* [count]: of all pages, in their order */
-    Rows k, v;
+    Rows k;
     uint8_t *records;
     int64_t records_page, records_head; /* strides in bytes */
 } Records;
@@ -100,37 +100,14 @@ ALWAYS_INLINE uint8_t quantise(const float *vector, const float *inverse, int di
     return (uint8_t)clamp((bits >> SCALE_SHIFT) - SCALE_FIRST, 0, 255);
 }
 
-/* 4-bit levels of the mean value, and the code of their scale. */
-ALWAYS_INLINE uint16_t quantise_value(const float *value, int dim, uint8_t *row) {
-    const int half = dim / 2;
-    float largest = 0.0f;
-    int known = 1;
-    for (int d = 0; d < dim; d++) {
-        const float size = fabsf(value[d]);
-        largest = size > largest ? size : largest;
-        known &= size == size;
-    }
-    const uint16_t code = fp16_code(known ? largest / 7.5f : NAN);
-    const float scale = widen_fp16(code);
-    uint8_t levels[MOST_DIM];
-    for (int d = 0; d < dim; d++) {
-        float x = code ? floorf(value[d] / scale) : 0.0f;
-        x = x > -8.0f ? x : -8.0f;
-        levels[d] = (uint8_t)((x < 7.0f ? x : 7.0f) + 8.0f);
-    }
-    for (int b = 0; b < half; b++) row[b] = (uint8_t)(levels[b] | levels[half + b] << 4);
-    return code;
-}
-
 ALWAYS_INLINE void write_record(const Records *a, int64_t segment, int64_t head, int dim) {
     const int64_t page = segment / a->page_segments, place = segment % a->page_segments;
     const int64_t k = page * a->k.page + head * a->k.head + place * SEGMENT * a->k.row;
-    const int64_t v = page * a->v.page + head * a->v.head + place * SEGMENT * a->v.row;
     uint8_t *record = a->records + page * a->records_page + head * a->records_head +
                       place * RECORD_BYTES(dim);
     const int half = dim / 2;
     double sums[MOST_DIM] = {0}; /* means that are nearly 0 have all their bits */
-    float vectors[VECTORS][MOST_DIM], mean[MOST_DIM], value[MOST_DIM] = {0};
+    float vectors[VECTORS][MOST_DIM], mean[MOST_DIM];
     float squares[MOST_DIM] = {0}, inverse[MOST_DIM], row[MOST_DIM], next[MOST_DIM];
     for (int i = 0; i < VECTORS; i++) {
         load_row(&a->k, k + 2 * i * a->k.row, dim, row);
@@ -142,16 +119,11 @@ ALWAYS_INLINE void write_record(const Records *a, int64_t segment, int64_t head,
             squares[d] += rest * rest;
         }
     }
-    for (int i = 0; i < SEGMENT; i++) {
-        load_row(&a->v, v + i * a->v.row, dim, row);
-        for (int d = 0; d < dim; d++) value[d] += row[d];
-    }
     memset(record + AT_BASE(dim), 0, RECORD_BYTES(dim) - AT_BASE(dim));
     for (int d = 0; d < dim; d++) {
         const uint16_t code = fp16_code((float)(sums[d] / SEGMENT));
         memcpy(record + AT_MEAN(dim) + 2 * d, &code, 2);
         mean[d] = code >> 15 ? -widen_fp16(code & 0x7fff) : widen_fp16(code);
-        value[d] /= SEGMENT;
     }
     for (int p = 0; p < half; p++)
         record[AT_VARIANCE(dim) + p] = e5m2_code((squares[p] + squares[half + p]) / (2 * VECTORS));
@@ -160,8 +132,6 @@ ALWAYS_INLINE void write_record(const Records *a, int64_t segment, int64_t head,
     record[AT_BASE(dim)] = size_pairs(vectors, dim, record + AT_PAIRS(dim), inverse);
     for (int i = 0; i < VECTORS; i++)
         record[AT_SCALES(dim) + i] = quantise(vectors[i], inverse, dim, record + i * (dim / 4));
-    const uint16_t code = quantise_value(value, dim, record + AT_VALUE(dim));
-    memcpy(record + AT_VALUE_SCALE(dim), &code, 2);
 }
 
 ALWAYS_INLINE void write_records(const Records *a, int dim) {

@@ -10,31 +10,27 @@ from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.policy import SEGMENT
 
 _MOST_DIM = 512
-_ARGUMENTS = Struct("@5q q 5q5q 3q")
-"""``Records`` of ``records.c``: sizes, the segments, rows of K and V, the records."""
+_ARGUMENTS = Struct("@5q q 5q 3q")
+"""``Records`` of ``records.c``: sizes, the segments, rows of K, the records."""
 
 
-def supports(k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor) -> bool:
+def supports(k_cache: torch.Tensor, k_summary: torch.Tensor) -> bool:
     """Whether the C function writes these records; the torch path does where it does not."""
     return (
         k_cache.dtype in (torch.bfloat16, torch.float32)
-        and v_cache.dtype in (torch.bfloat16, torch.float32)
-        and k_cache.shape == v_cache.shape
         and k_cache.shape[2] % SEGMENT == 0
         and k_cache.shape[3] % 8 == 0
         and k_cache.shape[3] <= _MOST_DIM
-        and k_cache.stride(-1) == v_cache.stride(-1) == k_summary.stride(-1) == 1
+        and k_cache.stride(-1) == k_summary.stride(-1) == 1
         and build.library() is not None
     )
 
 
-def write_records(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor, segments: torch.Tensor
-) -> None:
-    """Write the records of some segments, whose keys and values are in the cache.
+def write_records(k_cache: torch.Tensor, k_summary: torch.Tensor, segments: torch.Tensor) -> None:
+    """Write the records of some segments, whose keys are in the cache.
 
     Args:
-        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
+        k_cache: ``[num_pages, Hkv, page_size, D]``.
         k_summary: ``[num_pages, Hkv, bytes]``, written.
         segments: ``[n]`` int64, none twice: ``page * (page_size // 64)`` and the place in the page.
     """
@@ -52,13 +48,10 @@ def write_records(
         page_size // SEGMENT,
         torch.get_num_threads(),
         segments.data_ptr(),
-        *_rows(k_cache),
-        *_rows(v_cache),
+        k_cache.data_ptr(),
+        *k_cache.stride()[:3],
+        k_cache.dtype == torch.bfloat16,
         k_summary.data_ptr(),
         *k_summary.stride()[:2],
     )
     built.sparsek_records(arguments)
-
-
-def _rows(cache: torch.Tensor) -> tuple[int, ...]:
-    return cache.data_ptr(), *cache.stride()[:3], cache.dtype == torch.bfloat16

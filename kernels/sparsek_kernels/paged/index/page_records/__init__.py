@@ -53,10 +53,10 @@ class PageRecords(Indexer):
     def check_pages(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor
     ) -> None:
-        """Check that pages have room for records of K and V.
+        """Check that pages have room for records, and that V is as wide as K.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: they have not.
+            TypeError, ValueError, NotImplementedError: they have not, or it is not.
         """
         check_summary(k_summary, k_cache, self.page_bytes(*k_cache.shape[2:]))
         if v_cache.shape[-1] != k_cache.shape[-1]:
@@ -96,19 +96,17 @@ class PageRecords(Indexer):
         return launch.select(operands, segment)
 
 
-def write_records(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Write the records of the segments that end at some slots, whose K and V are there.
+def write_records(k_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the records of the segments that end at some slots, whose keys are there.
 
     Args:
-        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
+        k_cache: ``[num_pages, Hkv, page_size, D]``.
         k_summary: ``[num_pages, Hkv, bytes]`` uint8, written.
         slots: ``[T]`` int64, none twice; -1 marks padding.
     """
     if not k_cache.is_cuda:
-        write_records_eager(k_cache, v_cache, k_summary, slots)
+        write_records_eager(k_cache, k_summary, slots)
         return
     from sparsek_kernels.paged.index.page_records import launch_write
 
-    launch_write.write_records(k_cache, v_cache, k_summary, slots)
+    launch_write.write_records(k_cache, k_summary, slots)

@@ -13,12 +13,12 @@ _SEGMENTS = 32
 
 
 def write_records_eager(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor
+    k_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Write the records of the segments that end at some slots.
 
     Args:
-        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, the slots' rows included.
+        k_cache: ``[num_pages, Hkv, page_size, D]``, the slots' rows included.
         k_summary: ``[num_pages, Hkv, bytes]``, written.
         slots: ``[T]`` int64, none twice; -1 marks padding.
     """
@@ -26,10 +26,10 @@ def write_records_eager(
     records = view_records(k_summary, page_size, dim)
     segments = slots[slots % SEGMENT == SEGMENT - 1] // SEGMENT
     segments = segments[segments >= 0]
-    if native_records.supports(k_cache, v_cache, k_summary):
-        native_records.write_records(k_cache, v_cache, k_summary, segments)
+    if native_records.supports(k_cache, k_summary):
+        native_records.write_records(k_cache, k_summary, segments)
         return
-    keys, values = (x.unflatten(2, (-1, SEGMENT)) for x in (k_cache, v_cache))
+    keys = k_cache.unflatten(2, (-1, SEGMENT))
     for some in segments.split(_SEGMENTS):
         page, place = some // keys.shape[2], some % keys.shape[2]
-        records[page, :, place] = encode(keys[page, :, place], values[page, :, place])
+        records[page, :, place] = encode(keys[page, :, place])

@@ -14,9 +14,7 @@ ALONE = 1024
 """Tokens up to which each has a program; beyond, most are a prompt's, of which one in 64 counts."""
 
 
-def write_records(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor
-) -> None:
+def write_records(k_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor) -> None:
     """Triton form of :func:`write_records_eager`."""
     _, heads, page_size, dim = k_cache.shape
     records = view_records(k_summary, page_size, dim)
@@ -30,12 +28,10 @@ def write_records(
         (ceil_div(tokens, together), heads),
         records,
         k_cache,
-        v_cache,
         slots,
         tokens,
         *records.stride()[:3],
         *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
         HEAD_DIM=dim,
         BLOCK_Q=block_q,
         PAGE_SIZE=page_size,

@@ -128,9 +128,9 @@ def load_turn(levels, rest, PARTS: gl.constexpr, HEAD_DIM: gl.constexpr):
         variances = variances + halves_of_bytes(words[i])
     pairs, rows = (), ()
     for r in gl.static_range(2):
-        pairs = pairs + load_rows(of_rows.index(r), 48, W)
+        pairs = pairs + load_rows(of_rows.index(r), 40, W)
         rows = rows + load_levels(levels, r, W)
-    AT: gl.constexpr = 13 * HEAD_DIM // 32  # of the scales, in 8 bytes
+    AT: gl.constexpr = 11 * HEAD_DIM // 32  # of the scales, in 8 bytes
     scales = (
         load_bytes(of_bytes, AT), load_bytes(of_bytes, AT + 1),
         load_bytes(of_bytes, AT + 2), load_bytes(of_bytes, AT + 3),

@@ -16,8 +16,6 @@ from sparsek_kernels.paged.kernels.record import (
     scales_at,
     size_code,
     size_of,
-    value_at,
-    value_scale_at,
     variance_at,
 )
 
@@ -46,7 +44,7 @@ def inverse_of(x):
 
 @triton.jit
 def write_keys(record, first, second, HEAD_DIM: tl.constexpr):
-    """Write what a record has of its keys.
+    """Write a record of its keys.
 
     first, second: ``[VECTORS, 4, BLOCK_Q]`` float32, the two keys of each vector, by quarters of
     their channels; 0 from ``HEAD_DIM / 4`` on.
@@ -89,27 +87,9 @@ def write_keys(record, first, second, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def write_value(record, mean, HEAD_DIM: tl.constexpr):
-    """Write the mean value ``[4, BLOCK_Q]`` float32, by quarters; 0 from ``HEAD_DIM / 4`` on."""
-    BLOCK_Q: tl.constexpr = mean.shape[1]
-    QUARTER: tl.constexpr = HEAD_DIM // 4
-    offs = tl.arange(0, BLOCK_Q)
-    largest = tl.max(tl.max(tl.abs(mean), axis=1), axis=0)
-    stored = tl.minimum(tl.div_rn(largest, 7.5), 65504.0).to(tl.float16)
-    tl.store((record + value_scale_at(HEAD_DIM)).to(tl.pointer_type(tl.float16)), stored)
-    level = tl.floor(mean * inverse_of(stored.to(tl.float32)))
-    level = tl.minimum(tl.maximum(level, -8.0), 7.0).to(tl.int32) + 8
-    level = tl.reshape(level, [2, 2, BLOCK_Q])
-    packed = tl.sum(level << (4 * tl.arange(0, 2))[:, None, None], axis=0)  # [2, BLOCK_Q]
-    row = record + value_at(HEAD_DIM) + tl.arange(0, 2)[:, None] * QUARTER + offs[None, :]
-    tl.store(row, packed.to(tl.uint8), mask=(offs < QUARTER)[None, :])
-
-
-@triton.jit
 def write_record(
-    record, keys, values, row,
+    record, keys, row,
     stride_kt,
-    stride_vt,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Write one record of the 64 rows from ``row`` on of a page and KV head."""
@@ -120,19 +100,15 @@ def write_record(
     even = (row + 2 * tl.arange(0, VECTORS))[:, None, None].to(tl.int64)
     first = tl.load(keys + channel + even * stride_kt, mask=mask, other=0.0)
     second = tl.load(keys + channel + (even + 1) * stride_kt, mask=mask, other=0.0)
-    total = tl.load(values + channel + even * stride_vt, mask=mask, other=0.0).to(tl.float32)
-    total += tl.load(values + channel + (even + 1) * stride_vt, mask=mask, other=0.0).to(tl.float32)
-    write_value(record, tl.sum(total, axis=0) * (1.0 / SEGMENT), HEAD_DIM)
     write_keys(record, first.to(tl.float32), second.to(tl.float32), HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def write_records_kernel(
-    record_ptr, k_ptr, v_ptr, slot_ptr,
+    record_ptr, k_ptr, slot_ptr,
     num_tokens,
     stride_rp, stride_rh, stride_rs,
     stride_kp, stride_kh, stride_kt,
-    stride_vp, stride_vh, stride_vt,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program: the records that ``TOKENS`` neighbouring tokens complete, for one KV head.
@@ -151,10 +127,8 @@ def write_records_kernel(
         write_record(
             record_ptr + page * stride_rp + head * stride_rh + row // SEGMENT * stride_rs,
             k_ptr + page * stride_kp + head * stride_kh,
-            v_ptr + page * stride_vp + head * stride_vh,
             row,
             stride_kt,
-            stride_vt,
             HEAD_DIM,
             BLOCK_Q,
         )
