@@ -125,7 +125,7 @@ def choose_reference(
     first, last = (block // cells for block in policy.candidate_range(position))
     own, far = position // 64, last - first  # the first token's segment; how many compete
     whole = k[first * 64 : own * 64].unflatten(0, (-1, 64)).transpose(1, 2)
-    kept = records_reference(whole, whole)  # [S, Hkv, ...], of those before its own
+    kept = records_reference(whole)  # [S, Hkv, ...], of those before its own
     grouped = q.double().unflatten(1, (heads, group)) * softmax_scale
     half = q.shape[-1] // 2
     logits = torch.einsum("thgd,shvd->thgsv", grouped, kept.vectors)
