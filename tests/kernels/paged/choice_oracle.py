@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from sparsek_kernels.paged.sample import CELL_BITS, STEPS, sample_cells, weight_steps
+
 MARGIN = 0.0025
 """Most error of a score, in steps of its key: a quarter of an octave each."""
 
@@ -79,7 +81,7 @@ def pair_size(codes: torch.Tensor) -> torch.Tensor:
     return (1 + codes % 2 / 2) * 2.0 ** (codes // 2 - 64)
 
 
-def token_cells(
+def token_entries(
     q: torch.Tensor,
     k: torch.Tensor,
     fields: Fields,
@@ -87,18 +89,19 @@ def token_cells(
     local: int,
     top_k: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The cells that the tokens of a request choose for a KV head, and what is left of segments.
+    start: int,
+) -> tuple[torch.Tensor, bool]:
+    """The entries that the tokens of a request choose for a KV head, cells from ``front`` on.
 
     Args:
         q: ``[n, G, D]`` float64.
         k: ``[N, D]``, up to the last token's own.
         fields: of the segments from ``front`` on, up to the first token's own at least.
         front, local: segments; those between compete.
+        start: of the sample's sum.
 
     Returns:
-        Cells from ``front`` on, ascending; logits ``[n, G, local - front]``; whether scores that
-        are wrong by the margin choose the same.
+        With it whether scores that are wrong by the margin choose the same.
     """
     own, far = (len(k) - len(q)) // 64, local - front
     logits = scale * torch.einsum("tgd,nvd->tgnv", q, fields.vectors[: own - front])
@@ -111,19 +114,12 @@ def token_cells(
         every[token, :, len(k) - len(q) + token + 1 : len(k)] = -math.inf
     total, logits = every.logsumexp(-1), logits[..., :far, :]
     scores = (logits + gain.unsqueeze(-1) + math.log(2) - total[..., None, None]).exp().sum((0, 1))
-    scores = scores.nan_to_num(0.0, math.inf).flatten()
-    steps = key_steps(scores, top_k / q.shape[:2].numel())
-    keys = steps.floor().clamp(0, 63)
-    order = keys.argsort(descending=True, stable=True)
-    chosen = order[:top_k].sort().values
-    last = keys[order[:top_k]][-1:]
-    edges = torch.stack([last, last + 1])
-    edges = torch.where((edges >= 1) & (edges <= 63), edges, math.inf)  # all others are one key
-    sure = bool(((steps - edges).abs() > MARGIN).all())
-    left = torch.ones(scores.shape[0], dtype=torch.bool)
-    left[chosen] = False
-    rest = (logits.flatten(2) + math.log(2)).masked_fill(~left, -math.inf)
-    return chosen, rest.unflatten(2, (-1, 32)).logsumexp(-1), sure
+    steps = key_steps(scores.nan_to_num(0.0, math.inf), top_k / q.shape[:2].numel())
+    keys, edges = steps.floor().clamp(0, 63).long(), steps.round()
+    sure = ((steps - edges).abs() > MARGIN) | (edges < 1) | (edges > 63)
+    counts = torch.bincount(keys.flatten(), minlength=64)
+    rounded = weight_steps(counts, top_k).equal(weight_steps(counts.double(), top_k))
+    return sample_cells(keys, counts, top_k, start), rounded and bool(sure.all())
 
 
 def key_steps(scores: torch.Tensor, share: float) -> torch.Tensor:
@@ -148,17 +144,23 @@ def attend(
     local: int,
     top_k: int,
     scale: float,
+    start: int,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, bool]:
     """Outputs ``[n, G, D]`` for a KV head, and whether the choice is sure; see above."""
-    cells, rest, sure = token_cells(q, k, fields, front, local, top_k, scale)
+    far, sure = torch.empty(0, dtype=torch.long), True
+    if local > front:
+        found, sure = token_entries(q, k, fields, front, local, top_k, scale, start)
+        far = found[found >= 0].long()
+    cells = far & (1 << CELL_BITS) - 1
     keys = (cells * 2 + 64 * front)[:, None] + torch.arange(2)
-    seen = torch.cat([torch.arange(64 * front), keys.flatten(), torch.arange(64 * local, len(k))])
-    exact = scale * q @ k[seen].mT
+    near = torch.cat([torch.arange(64 * front), torch.arange(64 * local, len(k))])
+    seen = torch.cat([keys.flatten(), near])
+    weights = torch.zeros(len(seen), dtype=torch.double)
+    weights[: keys.numel()] = ((far >> CELL_BITS) * math.log(2) / STEPS).repeat_interleave(2)
+    logits, values = scale * q @ k[seen].mT + weights, v[seen]
     own = len(k) - len(q) + torch.arange(len(q))
-    exact = exact.masked_fill((seen > own[:, None])[:, None], -math.inf)
-    logits = torch.cat([exact, rest], -1)
-    values = torch.cat([v[seen], fields.value[: local - front]])
+    logits = logits.masked_fill((seen > own[:, None])[:, None], -math.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks[None, :, None].expand(len(q), -1, 1)], -1)
         values = torch.cat([values, torch.zeros_like(values[:1])])
