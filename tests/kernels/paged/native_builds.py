@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,29 @@ from sparsek_kernels.paged.cpu.native import build
 needs_compiler = pytest.mark.skipif(
     build.library() is None, reason="no C compiler: the torch path takes over"
 )
+
+
+_SAMPLE = """
+#include "choose.h"
+
+int32_t sample(const uint8_t *keys, int64_t first, int64_t last, int64_t places, int64_t position,
+               int64_t head, int64_t heads, int32_t *chosen) {
+    return sample_cells(keys, first, last, places, first_sum(position, head, heads), chosen);
+}
+"""
+
+
+def built_sample(folder: Path, *flags: str) -> Any:
+    """The sample of ``choose.h`` by keys, as a C function."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
+    source, made = folder / "sample.c", folder / "sample.so"
+    source.write_text(_SAMPLE)
+    headers = str(Path(build.__file__).parent)
+    command = [compiler, *build._FLAGS, *flags, "-shared", "-I", headers, "-o", str(made)]
+    subprocess.run([*command, str(source), "-lm"], check=True)
+    function = ctypes.CDLL(str(made)).sample
+    function.argtypes = (ctypes.c_void_p, *(ctypes.c_int64,) * 6, ctypes.c_void_p)
+    return function
 
 
 def built_without(*features: str) -> ctypes.CDLL:

@@ -7,6 +7,7 @@ import math
 import platform
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,9 @@ from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.reference import (
-    paged_attention_reference,
-)
-from tests.kernels.paged.native_builds import built_without, needs_compiler
+from sparsek_kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.sample import CELL_BITS, STEPS, sample_cells, start_of, weight_steps
+from tests.kernels.paged.native_builds import built_sample, built_without, needs_compiler
 
 
 class Problem:
@@ -206,6 +206,60 @@ def test_queries_and_outputs_of_any_strides(dtype: torch.dtype) -> None:
         k_cache, v_cache, k_summary = problem.k_cache, problem.v_cache, problem.k_summary
         paged_attention(q, k_cache, v_cache, problem.batch, policy, k_summary=k_summary, out=out)
         assert torch.equal(out, expected)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return built_sample(tmp_path_factory.mktemp("sample"))
+
+
+def least_of(places: int) -> int:
+    """Cells that are drawn: weights are rounded up to steps, and shares down."""
+    return int(places * 2.0 ** (-1 / STEPS)) - 1
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_the_sample_in_c_equals_the_rule(sample: Any, data: st.DataObject) -> None:
+    segments, front = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3))
+    places = data.draw(st.integers(1, 32 * segments - 1))
+    low, high = sorted(data.draw(st.integers(0, 63)) for _ in range(2))
+    middle, width = data.draw(st.floats(0, 63)), data.draw(st.floats(0, 20))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    keys = middle + width * torch.randn(front + segments, 32, generator=generator)
+    keys = keys.round().clamp(low, high).to(torch.uint8)
+    far = keys[front:].long()
+    counts = torch.bincount(far.flatten(), minlength=64)
+    position, head, heads = data.draw(st.integers(0, 1 << 22)), data.draw(st.integers(0, 7)), 8
+    found = torch.full((places + 1,), -1, dtype=torch.int32)
+    ends = (32 * front, 32 * (front + segments), places)
+    number = sample(keys.data_ptr(), *ends, position, head, heads, found.data_ptr())
+    assert least_of(places) <= number <= places
+    steps = weight_steps(counts, places)
+    if not steps.equal(weight_steps(counts.double(), places)):  # rounded to another step
+        return
+    expected = sample_cells(far, counts, places, start_of(position, head, heads))
+    assert number == int((expected >= 0).sum())
+    shifted = torch.where(expected >= 0, expected + 32 * front, -1)
+    assert torch.equal(found[:number], shifted[:number])
+    weights = found[:number] >> CELL_BITS
+    assert torch.equal(weights, steps[keys.flatten()[found[:number] % (1 << CELL_BITS)].long()])
+
+
+@needs_compiler
+def test_a_sample_of_many_cells_ends_in_its_places(sample: Any) -> None:
+    """Sums are integers of 32 bits, up to the most places that a list may have."""
+    keys = torch.randint(0, 64, (2048, 32), dtype=torch.uint8)
+    for key in (keys, torch.full_like(keys, 5), keys // 60 * 60):
+        for places in (1, 2, 32767):
+            found = torch.full((places + 2,), -7, dtype=torch.int32)
+            for position in range(5):
+                number = sample(key.data_ptr(), 0, 65536, places, position, 0, 1, found.data_ptr())
+                assert least_of(places) <= number <= places
+                assert found[places + 1] == -7
+                cells = found[:number] % (1 << CELL_BITS)
+                assert cells.unique().numel() == number
 
 
 def test_a_table_of_another_dtype_gives_the_same() -> None:

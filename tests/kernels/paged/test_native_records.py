@@ -18,6 +18,7 @@ from sparsek_kernels.paged.cpu.native import build, records
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.record import encode, record_bytes
+from sparsek_kernels.paged.sample import start_of
 from tests.kernels.paged import choice_oracle as oracle
 from tests.kernels.paged.native_builds import built_without, needs_compiler
 from tests.kernels.paged.record_cases import KINDS, check_decoded, segments
@@ -29,8 +30,8 @@ SHAPES = [
     *((1, 64, 16), (4, 16, 16), (1, 2, 256), (4, 2, 256)),
 ]
 """New tokens of a request, query heads of a KV head, head dimension."""
-TOLERANCE = 2e-4
-"""Of outputs: factors of levels have 16 bits, so that a logit of the tail is off by about 1e-4."""
+TOLERANCE = 2e-5
+"""Of outputs."""
 
 
 def rule_of(num_sink: int, window_size: int, cells: int, dense_below: int = 0) -> SelectionPolicy:
@@ -154,6 +155,7 @@ class Problem:
                     last,
                     rule.scored_blocks,
                     self.scale,
+                    start_of(length - new, head, heads),
                     None if logits is None else logits[head],
                 )
         return out.flatten(1, 2), sure
@@ -260,73 +262,27 @@ def test_most_choices_are_compared(
     group: int, dim: int, page_size: int, queries: int, dtype: torch.dtype
 ) -> None:
     shape = {"queries": queries, "group": group, "dim": dim, "page_size": page_size, "dtype": dtype}
-    problems = [Problem([1000, 700, 650], **shape, seed=seed) for seed in range(3)]
-    shares = [problem.check(rule_of(64, 100, 100)) for problem in problems]
+    problems = [Problem([500, 450, 400], **shape, seed=seed) for seed in range(3)]
+    shares = [problem.check(rule_of(64, 100, 40)) for problem in problems]
     assert sum(shares) / len(shares) >= 0.5
 
 
-def test_ties_go_to_the_lower_cells() -> None:
-    problem = Problem([64 * 12 + 5], zeros=slice(64, 64 * 10))
-    rule = rule_of(64, 64, 50)
-    cells, _, sure = oracle.token_cells(
-        problem.q[:1].double().unflatten(1, (2, 4))[:, 0],
-        problem.keys[0][:, 0],
-        problem.fields(0).of(slice(1, None), 0),
-        1,
-        11,
-        rule.scored_blocks,
-        problem.scale,
-    )
-    tied = cells[cells < 9 * 32]
-    assert 0 < len(tied) < rule.scored_blocks
-    assert torch.equal(tied, torch.arange(len(tied)))
-    assert sure
-    problem.check(rule)
-
-
-def test_scores_of_nan_choose_the_first_cells() -> None:
-    problem = Problem([1000])
+def test_cells_of_one_key_are_drawn_evenly() -> None:
+    """Scores that are no numbers count as 0: a NaN in a query, or in a key that is far."""
     rule = rule_of(64, 100, 70)
-    problem.q[0, 1, 3] = math.nan
-    found, (expected, sure) = problem.decode(rule), problem.expected(rule)
-    assert sure[0, 0]
-    assert found[0, 1].isnan().all()
-    rest = torch.tensor([0, 2, 3])  # of the same KV head
-    torch.testing.assert_close(found[0, rest].double(), expected[0, rest], atol=TOLERANCE, rtol=0)
-
-
-def test_a_nan_among_far_keys_reaches_every_head_that_sees_it() -> None:
-    problem = Problem([1000])
-    slot = int(problem.slots[0][400])
-    problem.k_cache[slot // 64, 0, slot % 64, 7] = math.nan
-    problem.write()
-    found = problem.decode(rule_of(64, 100, 70))
-    assert found[0, :4].isnan().all()
-    assert not found[0, 4:].isnan().any()
-
-
-def test_what_is_chosen_whole_leaves_no_tail() -> None:
-    """Of the one segment that holds all the weight every cell is chosen; its mean value is NaN."""
-    problem = Problem([1000], heads=1, group=1)
-    at = problem.slots[0][320:384]
-    direction = problem.q[0, 0] / problem.q[0, 0].norm()
-    problem.k_cache[at // 64, 0, at % 64] = 30.0 * direction
-    problem.keys[0][320:384, 0] = 30.0 * direction.double()
-    problem.write()
-    rule = rule_of(64, 100, 32)
-    expected, _ = problem.expected(rule)
-    torch.testing.assert_close(problem.decode(rule).double(), expected, atol=TOLERANCE, rtol=0)
-    cells, rest, _ = oracle.token_cells(
-        problem.q[:1].double(),
-        problem.keys[0][:, 0],
-        problem.fields(0).of(slice(1, None), 0),
-        1,
-        13,
-        rule.scored_blocks,
-        problem.scale,
-    )
-    assert torch.equal(cells, torch.arange(128, 160))
-    assert rest[0, 0, 4] == -math.inf
+    query, key = Problem([1000]), Problem([1000])
+    query.q[0, 1, 3] = math.nan
+    slot = int(key.slots[0][400])
+    key.k_cache[slot // 64, 0, slot % 64, 7] = math.nan
+    key.keys[0][400, 0, 7] = math.nan
+    key.write()
+    for problem in (query, key):
+        found, (expected, sure) = problem.decode(rule), problem.expected(rule)
+        assert sure[0, 0]
+        torch.testing.assert_close(
+            found[0, :4].double(), expected[0, :4], atol=TOLERANCE, rtol=0, equal_nan=True
+        )
+    assert query.decode(rule)[0, 1].isnan().all()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the features are of x86")

@@ -26,7 +26,7 @@ _FLAGS = (
     "-fPIC",
 )
 _SOURCES = ("decode.c", "records.c")
-_HEADERS = ("choose.h", "decode.h", "lanes.h", "record.h", "tail.h")
+_HEADERS = ("choose.h", "decode.h", "lanes.h", "record.h")
 
 
 @cache

@@ -1,5 +1,5 @@
-/* The cells of 2 keys that a unit attends, chosen by the records of segments, and the weights of
- * what it does not attend: docs/selection.md has the rule. */
+/* The cells of 2 keys that a unit attends: a sample by the records of segments.  The rule is
+ * docs/selection.md, "The sample"; sample.py has it in torch. */
 
 #pragma once
 
@@ -11,21 +11,22 @@
 #define LARGEST 32767.0f        /* factor of a level */
 #define MOST_SCORE 80.0f        /* logarithm; keys end far below */
 #define KEY_SHIFT 21            /* 4 keys an octave */
-#define KEY_BITS 6
-#define MOST_KEY ((1 << KEY_BITS) - 1)
-#define COUNTED 16384 /* keys; int16 counts as many */
+#define KEYS 64
+#define CELL_BITS 21  /* of a list's entry, a cell and the log of its weight */
+#define STEPS 32      /* of a weight's log in an octave */
+#define WHOLE_BITS 16 /* behind the point of shares */
+#define THREADS 8     /* a segment's cells come as this many threads hold them */
+#define COLUMNS (VECTORS / THREADS)
+#define COUNTERS 4    /* of a key, so that equal neighbours do not wait for each other */
 
 /* What a unit chooses by; segments and cells count from the sequence's first. */
 typedef struct {
     int64_t cells, segments;
-    float *shares;   /* [rows, cells]: exp of logits less the segment's best */
-    float *best;     /* [rows, segments]: of logits; then the tail's weights, relative to tops */
-    float *sums;     /* [rows, segments]: of shares */
-    float *gains;    /* [rows, segments]: logarithms; then factors of shares in scores */
-    float *tops;     /* [rows]: of best */
-    float *scales;   /* [segments]: of the mean values */
-    uint8_t *values; /* [segments, dim / 2]: levels of the mean values */
-    int16_t *keys;   /* [cells] */
+    float *shares; /* [rows, cells]: exp of logits less the segment's best */
+    float *best;   /* [rows, segments]: of logits */
+    float *sums;   /* [rows, segments]: of shares */
+    float *gains;  /* [rows, segments]: logarithms; then factors of shares in scores */
+    uint8_t *keys; /* [cells] */
 } Choice;
 
 ALWAYS_INLINE Choice choice_of(const Decode *a, int64_t unit) {
@@ -36,10 +37,7 @@ ALWAYS_INLINE Choice choice_of(const Decode *a, int64_t unit) {
     c.best = c.shares + a->rows * c.cells;
     c.sums = c.best + a->rows * c.segments;
     c.gains = c.sums + a->rows * c.segments;
-    c.tops = c.gains + a->rows * c.segments;
-    c.scales = c.tops + a->rows;
-    c.values = (uint8_t *)(c.scales + c.segments);
-    c.keys = (int16_t *)(c.values + c.segments * (a->dim / 2));
+    c.keys = (uint8_t *)(c.gains + a->rows * c.segments);
     return c;
 }
 
@@ -212,10 +210,6 @@ ALWAYS_INLINE void score_records(const Decode *a, const Token *token, int64_t un
         const uint8_t *ahead = record_of(a, token, unit, min64(segment + 1, last - 1), dim);
         const uint8_t *from = record_of(a, token, unit, segment, dim);
         load_record(from, dim, &record);
-        uint16_t scale;
-        memcpy(&scale, from + AT_VALUE_SCALE(dim), sizeof scale);
-        c.scales[segment] = widen_fp16(scale);
-        memcpy(c.values + segment * (dim / 2), from + AT_VALUE(dim), dim / 2);
         for (int64_t g = 0; g < rows; g += 4) {
             const Query *own = queries + g;
             switch (min64(rows - g, 4)) { /* constants, so that loops unroll */
@@ -228,8 +222,8 @@ ALWAYS_INLINE void score_records(const Decode *a, const Token *token, int64_t un
     }
 }
 
-/* Of a row, once all segments [first, own) have shares: the factors of those before `last` in
- * scores, and their weights. */
+/* Factors of a row's shares in scores, of segments [first, last), once those of [first, own) have
+ * shares. */
 static void normalise(const Decode *a, const Choice *c, int64_t unit, int64_t g, int64_t first,
                       int64_t last, int64_t own) {
     float *best = c->best + g * c->segments, *gains = c->gains + g * c->segments;
@@ -237,25 +231,19 @@ static void normalise(const Decode *a, const Choice *c, int64_t unit, int64_t g,
     float top = -INFINITY, total = 0.0f;
 #pragma omp simd reduction(max : top)
     for (int64_t n = first; n < own; n++) top = best[n] > top ? best[n] : top;
-    c->tops[g] = top;
-    float all = top;
     for (int64_t s = 0; s < a->splits; s++) {
-        const float *state = part_of(a, unit, s, g) + PART(a->dim) - 4;
-        all = state[0] > all ? state[0] : all;
+        const float other = state_of(part_of(a, unit, s, g), a->dim)[0];
+        top = other > top ? other : top;
     }
     for (int64_t s = 0; s < a->splits; s++) {
-        const float *state = part_of(a, unit, s, g) + PART(a->dim) - 4;
-        total += state[1] > 0.0f ? state[1] * expf(state[0] - all) : state[1];
+        const float *state = state_of(part_of(a, unit, s, g), a->dim);
+        total += state[1] > 0.0f ? state[1] * expf(state[0] - top) : state[1];
     }
     for (int64_t n = first; n < last; n++) gains[n] += best[n];
     exp_in_place(best + first, own - first, top);
-    float far = 0.0f;
-#pragma omp simd reduction(+ : far)
-    for (int64_t n = first; n < own; n++) {
-        best[n] *= 2.0f; /* keys of a vector */
-        far += best[n] * sums[n];
-    }
-    total = all + logf(total + far * expf(top - all)) - logf(2.0f);
+#pragma omp simd reduction(+ : total)
+    for (int64_t n = first; n < own; n++) total += 2.0f * best[n] * sums[n]; /* keys of a cell */
+    total = top + logf(total) - logf(2.0f);
     for (int64_t n = first; n < last; n++) {
         const float score = gains[n] - total;
         gains[n] = score > MOST_SCORE ? MOST_SCORE : score;
@@ -267,7 +255,7 @@ static void normalise(const Decode *a, const Choice *c, int64_t unit, int64_t g,
  * scores of which no more cells than `picks` can be. */
 static void find_keys(const Choice *c, int64_t rows, int64_t picks, int64_t first, int64_t last) {
     const int32_t octave = 127 - (63 - __builtin_clzll(max64(picks / rows, 1)));
-    const int32_t first_key = (octave << 2) - MOST_KEY;
+    const int32_t first_key = (octave << 2) - (KEYS - 1);
     for (int64_t n = first; n < last; n++) {
         float scores[VECTORS] = {0};
         for (int64_t g = 0; g < rows; g++) {
@@ -278,61 +266,69 @@ static void find_keys(const Choice *c, int64_t rows, int64_t picks, int64_t firs
         for (int i = 0; i < VECTORS; i++) {
             const float score = scores[i] > 0.0f ? scores[i] : 0.0f;
             const int32_t key = (as_bits(score) >> KEY_SHIFT) - first_key;
-            c->keys[n * VECTORS + i] = (int16_t)(key < 0 ? 0 : key > MOST_KEY ? MOST_KEY : key);
+            c->keys[n * VECTORS + i] = (uint8_t)(key < 0 ? 0 : key > KEYS - 1 ? KEYS - 1 : key);
         }
     }
 }
 
-/* How many keys of [first, last) are not below a threshold. */
-static int64_t reach_of(const int16_t *keys, int64_t first, int64_t last, int16_t threshold) {
-    int64_t found = 0;
-    for (; first < last; first += COUNTED) {
-        const int64_t end = min64(first + COUNTED, last);
-        int16_t count = 0;
-#pragma omp simd reduction(+ : count)
-        for (int64_t i = first; i < end; i++) count += keys[i] >= threshold;
-        found += count;
+/* Steps of the weights of cells of each key, of which there are `counts`, more than `places` in
+ * all. */
+static void weigh(const int32_t counts[KEYS], int64_t places, int32_t steps[KEYS]) {
+    double until[KEYS], rest = 0.0, larger = 0.0; /* sizes up to a key; cells of larger ones */
+    for (int k = 0; k < KEYS; k++) until[k] = rest += counts[k] * exp2(k / 4.0);
+    int top = KEYS - 1; /* the last key whose cells are not kept for certain */
+    for (; top > 0 && larger + until[top] / exp2(top / 4.0) < places; top--) larger += counts[top];
+    const double threshold = ceil(STEPS * log2(until[top] / (places - larger)));
+    for (int k = 0; k < KEYS; k++) steps[k] = (int32_t)fmax(threshold - STEPS / 4 * k, 0.0);
+}
+
+/* What a running sum of shares starts from. */
+static uint32_t first_sum(int64_t position, int64_t head, int64_t heads) {
+    return (uint32_t)(position * heads + head) * 0x9E3779B1u >> (32 - WHOLE_BITS);
+}
+
+/* How many cells [first, last), a multiple of COUNTERS, there are of each key. */
+static void count_keys(const uint8_t *keys, int64_t first, int64_t last, int32_t counts[KEYS]) {
+    int32_t each[COUNTERS][KEYS] = {{0}};
+    for (int64_t i = first; i < last; i += COUNTERS)
+        for (int j = 0; j < COUNTERS; j++) each[j][keys[i + j]]++;
+    for (int k = 0; k < KEYS; k++) {
+        counts[k] = 0;
+        for (int j = 0; j < COUNTERS; j++) counts[k] += each[j][k];
     }
+}
+
+/* A sample of the cells [first, last) of whole segments; returns how many are drawn.  While the sum
+ * is in a place each cell is written there, so that the one which takes it beyond stays.  Steps are
+ * rounded up and shares down, so that the sum ends in the place behind the last one at most: a
+ * spare one. */
+static int32_t sample_cells(const uint8_t *keys, int64_t first, int64_t last, int64_t places,
+                            uint32_t sum, int32_t *chosen) {
+    int32_t counts[KEYS], steps[KEYS];
+    uint32_t shares[KEYS];
+    count_keys(keys, first, last, counts);
+    weigh(counts, places, steps);
+    for (int k = 0; k < KEYS; k++) shares[k] = (uint32_t)exp2(WHOLE_BITS - steps[k] / (double)STEPS);
+    for (int32_t segment = (int32_t)first; segment < last; segment += VECTORS)
+#pragma GCC unroll 32
+        for (int i = 0; i < VECTORS; i++) { /* 0, 8, 16, 24, 1, 9, ... */
+            const int32_t cell = segment + i / COLUMNS + i % COLUMNS * THREADS;
+            chosen[sum >> WHOLE_BITS] = cell;
+            sum += shares[keys[cell]];
+        }
+    const int32_t found = (int32_t)(sum >> WHOLE_BITS);
+    for (int32_t i = 0; i < found; i++) chosen[i] += steps[keys[chosen[i]]] << CELL_BITS;
     return found;
 }
 
-/* The cells of segments [front, local) that a unit chooses, and the weights of what is left of each
- * segment. */
+/* The cells of segments [front, local) that a unit attends. */
 static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
     const Choice c = choice_of(a, unit);
     const int64_t first = token->front / VECTORS, last = token->local / VECTORS;
     const int64_t own = token->position / SEGMENT, rows = rows_of(a, unit);
-    int32_t *chosen = a->chosen + slot_of(a, unit) * a->max_picks, found = 0;
     for (int64_t g = 0; g < rows; g++) normalise(a, &c, unit, g, first, last, own);
     find_keys(&c, rows, token->picks, first, last);
-    int16_t threshold = 0;
-    for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
-        const int16_t wanted = (int16_t)(threshold | 1 << bit);
-        if (reach_of(c.keys, token->front, token->local, wanted) >= token->picks)
-            threshold = wanted;
-    }
-    /* Places for keys that equal the threshold, the first ones. */
-    int64_t places = token->picks - reach_of(c.keys, token->front, token->local, threshold + 1);
-    for (int64_t n = first; n < last; n++) {
-        const int16_t *keys = c.keys + n * VECTORS;
-        uint32_t above = 0, equal = 0;
-        for (int i = 0; i < VECTORS; i++) {
-            above |= (uint32_t)(keys[i] > threshold) << i;
-            equal |= (uint32_t)(keys[i] == threshold) << i;
-        }
-        int64_t equals = __builtin_popcount(equal);
-        for (; equals > places; equals--) equal &= ~(1u << (31 - __builtin_clz(equal)));
-        places -= equals;
-        const uint32_t taken = above | equal;
-        for (uint32_t rest = taken; rest; rest &= rest - 1)
-            chosen[found++] = (int32_t)(n * VECTORS + __builtin_ctz(rest));
-        for (int64_t g = 0; g < rows; g++) {
-            const float *shares = c.shares + g * c.cells + n * VECTORS;
-            float left = taken ? 0.0f : c.sums[g * c.segments + n];
-            if (taken)
-                for (int i = 0; i < VECTORS; i++) left += taken >> i & 1 ? 0.0f : shares[i];
-            c.best[g * c.segments + n] *= left;
-        }
-    }
-    a->units[slot_of(a, unit)].chosen = found;
+    a->units[slot_of(a, unit)].chosen =
+        sample_cells(c.keys, token->front, token->local, token->picks,
+                     first_sum(token->position, unit % a->heads, a->heads), chosen_of(a, unit));
 }

@@ -1,50 +1,51 @@
 /* Decoding on a CPU: select, attend over the pages in place, combine.  Called by decode.py,
  * which documents the arguments.  Sums and weights are float32. */
 
-#include "tail.h"
+#include "choose.h"
 
 #define CELL (SEGMENT / VECTORS) /* tokens that are chosen together */
 #define BLOCK SEGMENT            /* tokens that are counted together where none are chosen */
 #define RUN 128                  /* keys that are attended together */
+#define CELL_MASK ((1 << CELL_BITS) - 1)
+#define STEP (0.693147181f / STEPS) /* of a weight's natural logarithm */
 
 /* Tokens of a block: a cell's, or more where none are chosen. */
 ALWAYS_INLINE int64_t block_tokens(const Token *token) { return token->picks ? CELL : BLOCK; }
-
-/* Blocks of sinks and window. */
-ALWAYS_INLINE int64_t num_near(const Token *token) {
-    return token->front + max64(token->position / block_tokens(token) + 1 - token->local, 0);
-}
 
 /* The first block of the first token's own segment, or of the window where nothing is chosen. */
 ALWAYS_INLINE int64_t first_own(const Token *token) {
     return token->picks ? token->position / SEGMENT * VECTORS : token->local;
 }
 
-/* Blocks of sinks and own segment: the first ones of the near list. */
+/* Blocks that are attended in the first pass: of sinks and own segment, or window. */
 ALWAYS_INLINE int64_t num_exact(const Token *token) {
-    return num_near(token) - (first_own(token) - token->local);
+    const int64_t end = token->position / block_tokens(token) + 1;
+    return token->front + max64(end - first_own(token), 0);
 }
 
-/* Where a piece is in a list of blocks, of the chosen ones or of sinks and window: an entry, and
- * keys of it that are done.  After them it has the keys of the unit's tokens from `later` on. */
+/* Blocks of the window that are attended in the second one, before those that are chosen. */
+ALWAYS_INLINE int64_t num_window(const Token *token) { return first_own(token) - token->local; }
+
+/* Where a piece is in its pass's list of blocks: an entry, and keys of it that are done.  `chosen`
+ * is NULL in the first pass.  After them it has the keys of the unit's tokens from `later` on. */
 typedef struct {
     const int32_t *chosen;
     int64_t entry, last, done, later;
 } Cursor;
 
-ALWAYS_INLINE int64_t block_at(const Token *token, const Cursor *at) {
-    if (at->chosen) return at->chosen[at->entry];
-    if (at->entry < token->front) return at->entry;
-    const int64_t exact = num_exact(token);
-    return at->entry < exact ? first_own(token) + at->entry - token->front
-                             : token->local + at->entry - exact;
+/* An entry of a pass's list: a block, and steps of the log of its weight. */
+ALWAYS_INLINE int32_t entry_at(const Token *token, const Cursor *at) {
+    const int64_t rest = at->entry - (at->chosen ? num_window(token) : token->front);
+    if (!at->chosen) return (int32_t)(rest < 0 ? at->entry : first_own(token) + rest);
+    return rest < 0 ? (int32_t)(token->local + at->entry) : at->chosen[rest];
 }
 
-/* Rows of keys that are attended together; behind them the last one again.  The unit's rows from
- * `from` on attend them. */
+/* Rows of keys that are attended together, and logarithms of their weights; behind them the last
+ * one again.  The unit's rows from `from` on attend them. */
 typedef struct {
     int64_t count, from;
     const char *k[RUN], *v[RUN];
+    float weights[RUN];
 } Run;
 
 ALWAYS_INLINE const char *row_of(const Decode *a, const Rows *rows, int64_t page, int64_t unit,
@@ -59,7 +60,8 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
     const int32_t *pages = a->table + token->request * a->table_stride;
     int64_t count = 0;
     while (at->entry < at->last && count < RUN) {
-        const int64_t block = block_at(token, at), key = block * size + at->done;
+        const int32_t entry = entry_at(token, at);
+        const int64_t block = entry & CELL_MASK, key = block * size + at->done;
         const int64_t end = min64((block + 1) * size, token->position + 1);
         const int64_t page = (int32_t)key / (int32_t)a->page_size; /* 32 bits divide faster */
         const int64_t offset = key - page * a->page_size;
@@ -74,6 +76,7 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
             for (int64_t j = 0; j < keys; j++) {
                 run->k[count + j] = k + j * a->k.row * bytes;
                 run->v[count + j] = v + j * a->v.row * bytes;
+                run->weights[count + j] = (float)(entry >> CELL_BITS) * STEP;
             }
             count += keys;
         }
@@ -85,6 +88,7 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
         const int64_t key = token->position + at->later, page = key / a->page_size;
         run->k[0] = row_of(a, &a->k, pages[page], unit, key % a->page_size);
         run->v[0] = row_of(a, &a->v, pages[page], unit, key % a->page_size);
+        run->weights[0] = 0.0f;
         run->from = at->later++ * a->group;
         count = 1;
     }
@@ -92,6 +96,7 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
     for (; count && count < RUN; count++) {
         run->k[count] = run->k[count - 1];
         run->v[count] = run->v[count - 1];
+        run->weights[count] = run->weights[count - 1];
     }
 }
 
@@ -125,7 +130,9 @@ ALWAYS_INLINE void logits_of(const Run *run, const Run *ahead, int is_bf16, cons
             }
         }
         for (int g = 0; g < heads; g++) {
-            const Lanes found = scale * sums_of(sums[g]);
+            Lanes found;
+            memcpy(&found, run->weights + first, sizeof found);
+            found += scale * sums_of(sums[g]);
             memcpy(logits + g * RUN + first, &found, sizeof found);
         }
     }
@@ -163,7 +170,7 @@ ALWAYS_INLINE void attend_run(const Run *run, const Run *ahead, int is_bf16, con
     float weights[4][RUN], keep[4];
     logits_of(run, ahead, is_bf16, q, heads, scale, weights[0], dim);
     for (int g = 0; g < heads; g++) {
-        float *state = part + (g + 1) * width - 2, *weight = weights[g];
+        float *state = state_of(part + g * width, dim), *weight = weights[g];
         float top = state[0], total = 0.0f;
 #pragma omp simd reduction(max : top)
         for (int64_t j = 0; j < run->count; j++) top = weight[j] > top ? weight[j] : top;
@@ -230,7 +237,7 @@ static void combine(const Decode *a, int64_t unit) {
             if (part[width - 1] == 0.0f) continue;
             const float weight = expf(part[width - 2] - top);
             total += weight * part[width - 1];
-            for (int64_t d = 0; d < width - 4; d++) sums[d] += weight * part[d];
+            for (int64_t d = 0; d < width - 2; d++) sums[d] += weight * part[d];
         }
         for (int64_t d = 0; d < dim; d += CHUNK) {
             Chunk found;
@@ -245,7 +252,7 @@ static void combine(const Decode *a, int64_t unit) {
 /* Parts of a piece to which nothing is added yet. */
 ALWAYS_INLINE void clear(float *part, int64_t rows, int dim) {
     memset(part, 0, rows * PART(dim) * sizeof(float));
-    for (int64_t g = 0; g < rows; g++) part[(g + 1) * PART(dim) - 2] = -INFINITY;
+    for (int64_t g = 0; g < rows; g++) state_of(part + g * PART(dim), dim)[0] = -INFINITY;
 }
 
 /* Where the share of a piece in `count` things begins. */
@@ -258,14 +265,6 @@ ALWAYS_INLINE int is_last(const Decode *a, int64_t unit) {
     return !__atomic_sub_fetch(&a->units[slot_of(a, unit)].waiting, 1, __ATOMIC_ACQ_REL);
 }
 
-/* Keeps a piece's maxima and totals so far. */
-ALWAYS_INLINE void keep_states(float *part, int64_t rows, int dim) {
-    for (int64_t g = 0; g < rows; g++) {
-        float *state = part + (g + 1) * PART(dim) - 4;
-        memcpy(state, state + 2, 2 * sizeof *state);
-    }
-}
-
 /* Scores of a piece of what lies between sinks and the first token's own segment. */
 ALWAYS_INLINE void score_piece(const Decode *a, const Token *token, int64_t unit, int64_t split,
                                int dim) {
@@ -274,40 +273,27 @@ ALWAYS_INLINE void score_piece(const Decode *a, const Token *token, int64_t unit
                   first + start_of(a, split + 1, count), dim);
 }
 
-/* What a piece adds of the tail. */
-ALWAYS_INLINE void tail_piece(const Decode *a, const Token *token, int64_t unit, int64_t split,
-                              float *part, int dim) {
-    const int64_t first = token->front / VECTORS, count = token->local / VECTORS - first;
-    add_tail(a, unit, first + start_of(a, split, count), first + start_of(a, split + 1, count),
-             part, dim);
-}
-
 static void choose(const Decode *a, const Token *token, int64_t unit) {
     choose_cells(a, token, unit);
     a->units[slot_of(a, unit)].waiting = (int32_t)a->splits;
 }
 
-/* A first pass attends sinks and window and scores what lies between them; a second one attends
- * what is chosen of it, and the tail.  The last piece of a unit chooses, or combines. */
+/* A first pass attends sinks and the token's own segment, and scores what lies between them; a
+ * second one attends the window before that segment, and the sample of what lies before it.  Where
+ * nothing is chosen the first one attends all.  The last piece of a unit chooses, or combines. */
 ALWAYS_INLINE void do_piece(const Decode *a, int pass, int64_t piece, int dim) {
     const int64_t unit = piece / a->splits, split = piece % a->splits;
     const Token *token = token_of(a, unit);
     if (pass && !token->picks) return;
     float *part = part_of(a, unit, split, 0);
     if (!pass) clear(part, rows_of(a, unit), dim);
-    const int32_t *chosen = pass ? a->chosen + slot_of(a, unit) * a->max_picks : NULL;
-    const int64_t count = pass ? a->units[slot_of(a, unit)].chosen : num_near(token);
+    const int32_t *chosen = pass ? chosen_of(a, unit) : NULL;
+    const int64_t count =
+        pass ? num_window(token) + a->units[slot_of(a, unit)].chosen : num_exact(token);
     const int64_t later = pass || split < a->splits - 1 ? token->count : 1;
-    const int64_t from = start_of(a, split, count), to = start_of(a, split + 1, count);
-    const int64_t exact = pass ? to : min64(max64(num_exact(token), from), to);
-    for (int rest = 0; rest < 2; rest++) {
-        const Cursor at = rest ? (Cursor){chosen, exact, to, 0, token->count}
-                               : (Cursor){chosen, from, exact, 0, later};
-        attend_blocks(a, token, unit, at, part, dim);
-        if (!rest && !pass) keep_states(part, rows_of(a, unit), dim);
-    }
+    const int64_t first = start_of(a, split, count), last = start_of(a, split + 1, count);
+    attend_blocks(a, token, unit, (Cursor){chosen, first, last, 0, later}, part, dim);
     if (token->picks && !pass) score_piece(a, token, unit, split, dim);
-    if (pass) tail_piece(a, token, unit, split, part, dim);
     if (!is_last(a, unit)) return;
     if (token->picks && !pass) choose(a, token, unit);
     else combine(a, unit);

@@ -27,7 +27,7 @@ typedef struct {
 } Token;
 
 typedef struct {
-    int32_t chosen;  /* blocks */
+    int32_t chosen;  /* entries */
     int32_t waiting; /* pieces that are not done yet, of the pass over it */
 } Unit;
 
@@ -43,10 +43,9 @@ typedef struct {
     const Token *plan;
     const float *sinks; /* [heads, group] or NULL */
     float *scores;      /* [slots, scores_size]: what a choice is made from */
-    int32_t *chosen;    /* [slots, max_picks] blocks, ascending */
+    int32_t *chosen;    /* [slots, max_picks + 1] entries: cells and weights */
     Unit *units;        /* [slots] */
-    float *parts;       /* [slots, splits, rows, PART]: sums, by chunks; maximum, total of the
-                         * keys that are near by themselves; maximum, total */
+    float *parts;       /* [slots, splits, rows, PART]: sums, by chunks; maximum, total */
 } Decode;
 
 /* The tokens of a unit. */
@@ -66,7 +65,7 @@ ALWAYS_INLINE int64_t slot_of(const Decode *a, int64_t unit) {
 }
 
 /* Floats of a part: whole chunks of any processor, and two. */
-#define PART(dim) (((dim) + 31) / 32 * 32 + 4)
+#define PART(dim) (((dim) + 31) / 32 * 32 + 2)
 
 ALWAYS_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -105,4 +104,12 @@ ALWAYS_INLINE void ask(const void *row, int64_t bytes) {
 /* Floats of a part's sums of one row: channels in the order of chunks. */
 ALWAYS_INLINE float *part_of(const Decode *a, int64_t unit, int64_t split, int64_t g) {
     return a->parts + ((slot_of(a, unit) * a->splits + split) * a->rows + g) * PART(a->dim);
+}
+
+/* Maximum and total of a part of one row. */
+ALWAYS_INLINE float *state_of(float *part, int64_t dim) { return part + PART(dim) - 2; }
+
+/* Entries of the cells that a unit chooses, and a spare one behind them. */
+ALWAYS_INLINE int32_t *chosen_of(const Decode *a, int64_t unit) {
+    return a->chosen + slot_of(a, unit) * (a->max_picks + 1);
 }

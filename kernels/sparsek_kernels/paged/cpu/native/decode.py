@@ -138,12 +138,12 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         q = q.contiguous()
     result = out if out.stride(-1) == 1 else out.contiguous()
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
-    scores = _choice_size(rows, sized.blocks, dim)
+    scores = _choice_size(rows, sized.blocks)
     sizes = (  # of scores, chosen, units and parts: four bytes each
         slots * scores,
-        slots * sized.picks,
+        slots * (sized.picks + 1),
         slots * _UNIT,
-        slots * splits * rows * (ceil_div(dim, 32) * 32 + 4),
+        slots * splits * rows * (ceil_div(dim, 32) * 32 + 2),
     )
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
     starts = accumulate((4 * size for size in sizes[:-1]), initial=scratch.data_ptr())
@@ -203,10 +203,9 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     return _SizedPlan(plan, scored, int(picking[:, 5].max()), together)
 
 
-def _choice_size(rows: int, cells: int, dim: int) -> int:
+def _choice_size(rows: int, cells: int) -> int:
     """Floats of a ``Choice`` of ``choose.h``."""
-    segments = cells // VECTORS
-    return rows * (cells + 3 * segments + 1) + segments * (1 + dim // 8) + cells // 2
+    return rows * (cells + 3 * cells // VECTORS) + cells // 4
 
 
 def _summary(k_summary: torch.Tensor | None) -> tuple[int, ...]:
