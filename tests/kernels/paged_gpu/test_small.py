@@ -160,7 +160,7 @@ def test_a_budget_far_above_all_contexts_needs_no_list_that_long() -> None:
     problem = make_problem([(1, 150), (40, 140)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem)
     prefill = SelectionPolicy(num_sink=4, window_size=40, top_k=1 << 20)
-    everything = StepPolicy(prefill, prefill.by_records(1 << 24))
+    everything = StepPolicy(prefill, prefill.by_records(2 * MOST_CELLS))
     found = oracle_check.attend(problem, everything)
     torch.testing.assert_close(found, oracle_check.attend(problem, DENSE), atol=0.0, rtol=0.0)
 
