@@ -347,7 +347,7 @@ def sharded_launches(arch: int) -> list[Recorded]:
 def cell_launches(
     arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
 ) -> list[Recorded]:
-    """What attends cells of two keys and a tail: many requests, and drafts.
+    """What attends cells of two keys and weights: many requests, and drafts.
 
     Of few requests it is among :func:`launches`, over pages of one rank among
     :func:`sharded_launches`.

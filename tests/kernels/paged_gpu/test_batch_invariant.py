@@ -278,7 +278,7 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
         assert launched
         for one in launched:
             seen.setdefault(one.name, []).append(one.kwargs)
-    assert len(seen) == (6 if rule.selects_blocks else 1)
+    assert len(seen) == (5 if rule.selects_blocks else 1)
     for kernel, options in seen.items():
         assert all(each == options[0] for each in options), kernel
 

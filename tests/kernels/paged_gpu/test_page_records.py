@@ -155,7 +155,7 @@ def test_equal_cells_are_drawn_evenly(query: float) -> None:
     case.problem.q.fill_(query)
     got = launch.select(case.operands, case.segment).indices[0].cpu()
     assert got.tolist() == equal_cells(RULE, 1099, 2)
-    assert (got >> CELL_BITS).unique().tolist() == [13]
+    assert (got >> CELL_BITS).max() == 58  # 3.5 cells a place
 
 
 def test_steps_of_bounded_scratch_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def list_cells_kernel(
     keys = key_ptr + unit * width * VECTORS
     first: tl.constexpr = SINK_SEGMENTS * VECTORS
     end = last * VECTORS
-    total = 0
+    filled = 0
     if end - first > COUNT:  # else they see everything, or rows are too short
         if SHARDED:
             counts = tl.zeros([KEYS], dtype=tl.int32)
@@ -219,6 +219,6 @@ def list_cells_kernel(
             drawn = (until.to(tl.uint32) >> WHOLE_BITS > place) & (place < COUNT)
             tl.store(out + place, cell + (steps << CELL_BITS), mask=drawn)
             total += tl.sum(share, axis=0)
-    filled = (total.to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
+        filled = (total.to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
     for begin in tl.range(filled, COUNT, BLOCK):
         tl.store(out + begin + offs, offs * 0 - 1, mask=begin + offs < COUNT)
