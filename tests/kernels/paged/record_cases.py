@@ -91,16 +91,14 @@ class Pages:
     """Sequences on shuffled pages that are poison where no key is.
 
     Args:
-        keys, values: of each request, ``[tokens, Hkv, D]``; what steps put into the pages.
-        k_cache, v_cache: ``[pages, Hkv, page_size, D]``.
+        keys: of each request, ``[tokens, Hkv, D]``; what steps put into the pages.
+        k_cache: ``[pages, Hkv, page_size, D]``.
         k_summary: ``[pages, Hkv, bytes]``.
         table: ``[R, most pages]`` int32.
     """
 
     keys: list[torch.Tensor]
-    values: list[torch.Tensor]
     k_cache: torch.Tensor
-    v_cache: torch.Tensor
     k_summary: torch.Tensor
     table: torch.Tensor
 
@@ -117,8 +115,8 @@ class Pages:
             pages, rows = self.slots(request, first, last)
             here = pages >= 0
             slots.append(torch.where(here, pages * self.k_cache.shape[2] + rows, -1))
-            for cache, new in ((self.k_cache, self.keys), (self.v_cache, self.values)):
-                cache[pages[here], :, rows[here]] = new[request][first:last][here].to(cache.dtype)
+            new = self.keys[request][first:last][here].to(self.k_cache.dtype)
+            self.k_cache[pages[here], :, rows[here]] = new
         write(self.k_cache, self.k_summary, torch.cat(slots))
 
     def batch(self, before: list[int], after: list[int]) -> PagedBatch:
@@ -185,15 +183,11 @@ def make_pages(
     table = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
     for request, mine in enumerate(order[: sum(counts)].split(counts)):
         table[request, : counts[request]] = mine
-    drawn = [
-        [
-            x.transpose(1, 2).flatten(0, 1)[:length]
-            for x in segments(kind, (-(-length // 64), heads), dim, dtype, seed + request)
-        ]
-        for request, length in enumerate(lengths)
-    ]
-    keys, values = ([x[i].to(device) for x in drawn] for i in range(2))
-    return Pages(keys, values, kv[..., :dim], kv[..., dim:], k_summary, table.to(device))
+    keys = []
+    for request, length in enumerate(lengths):
+        drawn = segments(kind, (-(-length // 64), heads), dim, dtype, seed + request)
+        keys.append(drawn.transpose(1, 2).flatten(0, 1)[:length].to(device))
+    return Pages(keys, kv[..., :dim], k_summary, table.to(device))
 
 
 def write_in_pieces(pages: Pages, lengths: list[int], cuts: list[int], write: Write) -> None:
@@ -210,6 +204,5 @@ def write_in_pieces(pages: Pages, lengths: list[int], cuts: list[int], write: Wr
 
 def redraft(pages: Pages, *first: int) -> None:
     """Other tokens from ``first`` of each request on."""
-    for drawn in (pages.keys, pages.values):
-        for tokens, start in zip(drawn, first, strict=True):
-            tokens[start:] += 1.0
+    for tokens, start in zip(pages.keys, first, strict=True):
+        tokens[start:] += 1.0

@@ -158,8 +158,9 @@ def test_bytes_of_a_page() -> None:
 
 def test_what_does_not_fit() -> None:
     pages = make_pages([70])
-    rows = pages.keys[0][:1], pages.values[0][:1]
-    k_cache, v_cache, k_summary = pages.k_cache, pages.v_cache, pages.k_summary
+    rows = pages.keys[0][:1], pages.keys[0][:1]
+    k_cache, k_summary = pages.k_cache, pages.k_summary
+    v_cache = torch.empty_like(k_cache)
     least, slots = page_bytes(64, 32), torch.tensor([5])
     with pytest.raises(ValueError, match=f"k_summary: expected at least {least} bytes .*, got 16"):
         write_kv(*rows, k_cache, v_cache, k_summary[..., :16], slots)

@@ -113,7 +113,7 @@ class RecordCompany(Company):
     def serve(
         self, pieces: list[Piece], max_seq_len: int | None = None, *, batch_invariant: bool = True
     ) -> list[torch.Tensor]:
-        k_cache, v_cache = self.problem.k_cache, self.problem.v_cache
+        k_cache = self.problem.k_cache
         pages, heads, page_size, dim = k_cache.shape
         shape = (pages, heads, page_bytes(page_size, dim))
         records = torch.full(shape, 255, dtype=torch.uint8, device=k_cache.device)

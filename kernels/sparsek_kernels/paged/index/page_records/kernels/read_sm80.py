@@ -18,6 +18,7 @@ from sparsek_kernels.paged.index.page_records.kernels.lanes_sm80 import (
     to_lanes,
     unpack,
 )
+from sparsek_kernels.paged.kernels.record import mean_at, pairs_at, scales_at, variance_at
 
 
 @gluon.jit
@@ -122,17 +123,20 @@ def load_turn(levels, rest, PARTS: gl.constexpr, HEAD_DIM: gl.constexpr):
     of_rows = rest._reinterpret(gl.int32, [2, HEAD_DIM // W, W], PLAIN)
     of_bytes = rest._reinterpret(gl.uint8, [2, HEAD_DIM // 2, 8], PLAIN3)
     means = load_parts(of_means, 0, PARTS, MEANS)
-    words = load_parts(of_variances, HEAD_DIM // 2 // VARIANCES, KEPT, VARIANCES)
+    START: gl.constexpr = mean_at(HEAD_DIM)  # of `rest`; what follows counts from it
+    OF_VARIANCES: gl.constexpr = (variance_at(HEAD_DIM) - START) // (4 * VARIANCES)
+    OF_PAIRS: gl.constexpr = (pairs_at(HEAD_DIM) - START) // (4 * W)
+    OF_SCALES: gl.constexpr = (scales_at(HEAD_DIM) - START) // 8
+    words = load_parts(of_variances, OF_VARIANCES, KEPT, VARIANCES)
     variances = ()
     for i in gl.static_range(VARIANCES):
         variances = variances + halves_of_bytes(words[i])
     pairs, rows = (), ()
     for r in gl.static_range(2):
-        pairs = pairs + load_rows(of_rows.index(r), 40, W)
+        pairs = pairs + load_rows(of_rows.index(r), OF_PAIRS, W)
         rows = rows + load_levels(levels, r, W)
-    AT: gl.constexpr = 11 * HEAD_DIM // 32  # of the scales, in 8 bytes
     scales = (
-        load_bytes(of_bytes, AT), load_bytes(of_bytes, AT + 1),
-        load_bytes(of_bytes, AT + 2), load_bytes(of_bytes, AT + 3),
+        load_bytes(of_bytes, OF_SCALES), load_bytes(of_bytes, OF_SCALES + 1),
+        load_bytes(of_bytes, OF_SCALES + 2), load_bytes(of_bytes, OF_SCALES + 3),
     )  # fmt: skip
-    return rows, pairs, load_bytes(of_bytes, AT + 4), scales, means, variances
+    return rows, pairs, load_bytes(of_bytes, OF_SCALES + 4), scales, means, variances
