@@ -21,6 +21,7 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
+from sparsek_kernels.paged.sample import CELL_BITS
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +151,8 @@ def block_indices(
         tile_of_row = position // policy.query_tile
         tile_of_row = tile_of_row - tile_of_row[0]
         chosen = torch.stack([rows[tile_of_row] for rows in per_request])  # [B, N, Hkv, top]
+        if policy.alignment:  # entries of samples: the cells alone
+            chosen = torch.where(chosen < 0, -1, chosen & ((1 << CELL_BITS) - 1))
         first, end = (block[:, None] for block in policy.local_range(position))
         sink = torch.arange(policy.sink_blocks, device=q.device)
         sink = torch.where(sink < first, sink, -1)

@@ -69,7 +69,10 @@ def test_a_selection_catches_at_most_the_best_choice(
     first = next(i for i in range(LENGTH) if not policy.sees_all(i))
     rows = torch.linspace(first, LENGTH - 1, min(128, LENGTH - first)).long().tolist()
     shares = [policy.attended_tokens(row) / (row + 1) for row in rows]
-    torch.testing.assert_close(attended, torch.tensor(sum(shares) / len(shares)).expand(KV_HEADS))
+    places = torch.tensor(sum(shares) / len(shares)).expand(KV_HEADS)
+    left = 0.03 if policy.alignment else 0.0  # places of a sample that are left over
+    assert (attended <= places + 1e-6).all()
+    assert (attended >= places * (1 - left) - 1e-6).all()
     more, _, of_more = measure(q, k, v, larger, DIM**-0.5)
     assert (more > caught).all()
     assert (of_more > attended).all()
