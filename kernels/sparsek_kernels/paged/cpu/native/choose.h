@@ -308,7 +308,8 @@ static int32_t sample_cells(const uint8_t *keys, int64_t first, int64_t last, in
     uint32_t shares[KEYS];
     count_keys(keys, first, last, counts);
     weigh(counts, places, steps);
-    for (int k = 0; k < KEYS; k++) shares[k] = (uint32_t)exp2(WHOLE_BITS - steps[k] / (double)STEPS);
+    for (int k = 0; k < KEYS; k++)
+        shares[k] = (uint32_t)exp2(WHOLE_BITS - steps[k] / (double)STEPS);
     for (int32_t segment = (int32_t)first; segment < last; segment += VECTORS)
 #pragma GCC unroll 32
         for (int i = 0; i < VECTORS; i++) { /* 0, 8, 16, 24, 1, 9, ... */

@@ -26,18 +26,19 @@ ALWAYS_INLINE int64_t num_exact(const Token *token) {
 /* Blocks of the window that are attended in the second one, before those that are chosen. */
 ALWAYS_INLINE int64_t num_window(const Token *token) { return first_own(token) - token->local; }
 
-/* Where a piece is in its pass's list of blocks: an entry, and keys of it that are done.  `chosen`
- * is NULL in the first pass.  After them it has the keys of the unit's tokens from `later` on. */
+/* Where a piece is in its pass's list of blocks: an entry, and keys of it that are done.  The list
+ * is `near` blocks from `first` on, then those from `second` on, or in the second pass the chosen
+ * ones.  After them it has the keys of the unit's tokens from `later` on. */
 typedef struct {
     const int32_t *chosen;
-    int64_t entry, last, done, later;
+    int64_t near, first, second, entry, last, done, later;
 } Cursor;
 
 /* An entry of a pass's list: a block, and steps of the log of its weight. */
-ALWAYS_INLINE int32_t entry_at(const Token *token, const Cursor *at) {
-    const int64_t rest = at->entry - (at->chosen ? num_window(token) : token->front);
-    if (!at->chosen) return (int32_t)(rest < 0 ? at->entry : first_own(token) + rest);
-    return rest < 0 ? (int32_t)(token->local + at->entry) : at->chosen[rest];
+ALWAYS_INLINE int32_t entry_at(const Cursor *at) {
+    const int64_t rest = at->entry - at->near;
+    if (rest < 0) return (int32_t)(at->first + at->entry);
+    return at->chosen ? at->chosen[rest] : (int32_t)(at->second + rest);
 }
 
 /* Rows of keys that are attended together, and logarithms of their weights; behind them the last
@@ -60,7 +61,7 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
     const int32_t *pages = a->table + token->request * a->table_stride;
     int64_t count = 0;
     while (at->entry < at->last && count < RUN) {
-        const int32_t entry = entry_at(token, at);
+        const int32_t entry = entry_at(at);
         const int64_t block = entry & CELL_MASK, key = block * size + at->done;
         const int64_t end = min64((block + 1) * size, token->position + 1);
         const int64_t page = (int32_t)key / (int32_t)a->page_size; /* 32 bits divide faster */
@@ -73,10 +74,11 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
                 keys = min64(keys, token->sinks_end - key);
             const char *k = row_of(a, &a->k, pages[page], unit, offset);
             const char *v = row_of(a, &a->v, pages[page], unit, offset);
+            const float weight = (float)(entry >> CELL_BITS) * STEP;
             for (int64_t j = 0; j < keys; j++) {
                 run->k[count + j] = k + j * a->k.row * bytes;
                 run->v[count + j] = v + j * a->v.row * bytes;
-                run->weights[count + j] = (float)(entry >> CELL_BITS) * STEP;
+                run->weights[count + j] = weight;
             }
             count += keys;
         }
@@ -292,7 +294,14 @@ ALWAYS_INLINE void do_piece(const Decode *a, int pass, int64_t piece, int dim) {
         pass ? num_window(token) + a->units[slot_of(a, unit)].chosen : num_exact(token);
     const int64_t later = pass || split < a->splits - 1 ? token->count : 1;
     const int64_t first = start_of(a, split, count), last = start_of(a, split + 1, count);
-    attend_blocks(a, token, unit, (Cursor){chosen, first, last, 0, later}, part, dim);
+    const Cursor at = {.chosen = chosen,
+                       .near = pass ? num_window(token) : token->front,
+                       .first = pass ? token->local : 0,
+                       .second = first_own(token),
+                       .entry = first,
+                       .last = last,
+                       .later = later};
+    attend_blocks(a, token, unit, at, part, dim);
     if (token->picks && !pass) score_piece(a, token, unit, split, dim);
     if (!is_last(a, unit)) return;
     if (token->picks && !pass) choose(a, token, unit);
