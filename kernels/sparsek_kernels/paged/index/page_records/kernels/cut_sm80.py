@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.paged.index.page_records.kernels.counts_sm80 import (
@@ -60,14 +59,35 @@ def add(a, b):
 
 
 @gluon.jit
-def two_words(turn, PAIR: gl.constexpr, ROWS: gl.constexpr):
-    """Weights of two columns for a thread's four cells, of ``[16, 8, COLUMNS]``: two words."""
-    LINE: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
-    a, b = gl.split(turn.slice(2 * PAIR, 2, dim=2).load(LINE))
-    return (
-        gl.convert_layout(a, ROWS, assert_trivial=True),
-        gl.convert_layout(b, ROWS, assert_trivial=True),
-    )
+def load_words(at, inside, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Weights of a thread's four cells: two words for each two of the columns.
+
+    at: ``[16, 1]`` pointers to those of a segment, bytes; inside: which of them are read.
+    """
+    LINE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
+    thread = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LINE)))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LINE)))
+    at = gl.convert_layout(at, gl.SliceLayout(2, LINE), assert_trivial=True)
+    inside = gl.convert_layout(inside, gl.SliceLayout(2, LINE), assert_trivial=True)
+    at = (at + thread[None, :] * (4 * COLUMNS)).to(gl.pointer_type(gl.int32))[:, :, None]
+    words = ()
+    for first in gl.static_range(0, COLUMNS, 4):
+        four = at + (first + word)[None, None, :]
+        x = gl.load(
+            four,
+            mask=inside[:, :, None] & (word >= 0)[None, None, :],
+            other=0,
+            cache_modifier=".cg",
+        )
+        even, odd = gl.split(gl.reshape(x, [16, 8, 2, 2]))
+        a, c = gl.split(even)
+        b, d = gl.split(odd)
+        a = gl.convert_layout(a, ROWS, assert_trivial=True)
+        b = gl.convert_layout(b, ROWS, assert_trivial=True)
+        c = gl.convert_layout(c, ROWS, assert_trivial=True)
+        d = gl.convert_layout(d, ROWS, assert_trivial=True)
+        words = words + (a, b, c, d)  # type: ignore[assignment]  # noqa: RUF005
+    return words
 
 
 @gluon.jit
@@ -269,29 +289,21 @@ def cut_cells_kernel(
     # A turn is 16 segments, four of each warp; 8 threads have a segment, each every eighth cell.
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
     SEGMENT: gl.constexpr = gl.SliceLayout(1, ROWS)
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    weights = gl.allocate_shared_memory(gl.int32, [TURNS, 16, 8, COLUMNS], PLAIN3)
     shares = gl.allocate_shared_memory(gl.int32, [TURNS, 16, COLUMNS], PLAIN2)
     spot = job.to(gl.int64) * width + begin
     # every warp has a run of segments: row r of turn t is segment (r / 4 * TURNS + t) * 4 + r % 4
-    GRID: gl.constexpr = gl.BlockedLayout([TURNS, 1], [1, 32], [1, WARPS], [1, 0])
-    n = gl.arange(0, 32 * COLUMNS, layout=gl.SliceLayout(0, GRID))  # of a turn, in 16 bytes
-    row = n // (2 * COLUMNS)
-    turn = gl.arange(0, TURNS, layout=gl.SliceLayout(1, GRID))[:, None]
-    from_segment = (row // 4 * (4 * TURNS) + row % 4)[None, :]
-    at = from_segment * (2 * COLUMNS) + (n % (2 * COLUMNS))[None, :] + turn * (8 * COLUMNS)
-    at = gl.reshape(at, [SEGMENTS * 2 * COLUMNS])
-    there = gl.reshape(begin + from_segment + 4 * turn < last, [SEGMENTS * 2 * COLUMNS])
-    at = gl.convert_layout(at, gl.SliceLayout(1, WORDS), assert_trivial=True)
-    at = weights_ptr + spot * (32 * COLUMNS) + 16 * at
-    at = at.to(gl.pointer_type(gl.int32))[:, None]
-    there = gl.convert_layout(there, gl.SliceLayout(1, WORDS), assert_trivial=True)[:, None]
-    fourth = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS))[None, :]
-    flat = weights._reinterpret(gl.int32, [SEGMENTS * 2 * COLUMNS, 4], PLAIN2)
-    async_copy.async_copy_global_to_shared(flat, at + fourth, mask=there & (fourth >= 0))
-    async_copy.commit_group()
+    row = gl.arange(0, 16, layout=SEGMENT)
+    from_segment = row // 4 * (4 * TURNS) + row % 4
+    first_segment = begin + from_segment
+    thread = gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))[None, :]
+    thread = thread + gl.zeros([16, 8], gl.int32, ROWS)
+    words = ()
+    for turn in gl.static_range(TURNS):
+        at = weights_ptr + (spot + from_segment + 4 * turn) * (32 * COLUMNS)
+        inside = (first_segment + 4 * turn < last)[:, None] & (thread >= 0)
+        read = load_words(at[:, None] + gl.zeros([16, 8], gl.int32, ROWS), inside, ROWS, COLUMNS)
+        words = words + read  # type: ignore[assignment]
 
     # What a weight counts: [segments, columns].
     SHARE: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [WARPS, 1], [1, 0])
@@ -316,23 +328,19 @@ def cut_cells_kernel(
     live = (column < QUERY_LEN * GROUP) & (column // GROUP < num_tokens)
     share = gl.where(live[None, :], gl.exp2(share - total[None, :]), 0.0)
     shares._reinterpret(gl.int32, [SEGMENTS, COLUMNS], PLAIN2).store(twice(share))
-    async_copy.wait_group(0)
     thread_barrier()
 
     # Keys, and how many there are of each.
     of_lane = key_counters + (gl.arange(0, 16, layout=SEGMENT) % 4 * 32)[:, None]
-    of_lane = of_lane + gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))[None, :] * 4
-    thread = gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))[None, :]
+    of_lane = of_lane + thread * 4
     row = gl.arange(0, 16, layout=SEGMENT)
-    first_segment = begin + row // 4 * (4 * TURNS) + row % 4
-    thread = thread + gl.zeros([16, 8], gl.int32, ROWS)
     own_words = key_counters + 4 * 2080 + row[:, None] * 32 + thread * 4
     lowest = (first_key << 5) * 0x00010001
     highest = ((first_key + KEYS - 1) << 5) * 0x00010001 + 0x001F001F
-    for turn in range(TURNS):
+    for turn in gl.static_range(TURNS):
         s0, s1 = gl.zeros([16, 8], gl.int32, ROWS), gl.zeros([16, 8], gl.int32, ROWS)
         for pair in gl.static_range(COLUMNS // 2):
-            a, b = two_words(weights.index(turn), pair, ROWS)
+            a, b = words[turn * COLUMNS + 2 * pair], words[turn * COLUMNS + 2 * pair + 1]
             left, right = two_shares(shares.index(turn), pair, ROWS)
             s0, s1 = add_scores(s0, s1, a, b, left, right)
         inside = (first_segment + 4 * turn < last)[:, None] & (thread >= 0)
