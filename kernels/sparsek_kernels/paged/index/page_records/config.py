@@ -36,13 +36,15 @@ def weigh_segments(segments: int, multiprocessors: int) -> int:
 
 
 def cut_segments(jobs: int, segments: int, columns: int, multiprocessors: int) -> int:
-    """Segments of a program of ``cut_cells_kernel``: 64 or 128.
+    """Segments of a program of ``cut_cells_kernel``: 64, 128 or 256.
 
-    More than 4 columns of 128 would need more shared memory than is there without asking.
+    As few as give work to all multiprocessors, and no more than its registers hold the weights of.
 
     Args:
         jobs: requests times KV heads.
         segments: of the longest context.
     """
-    few = jobs * ceil_div(segments, 64) <= 4 * multiprocessors
-    return 64 if few or columns > 4 else 128
+    size = 64
+    while 2 * size * columns <= 1024 and jobs * ceil_div(segments, size) > 4 * multiprocessors:
+        size *= 2
+    return size
