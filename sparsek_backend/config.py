@@ -88,8 +88,8 @@ class SparsityConfig(BaseModel):
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
     decode_tokens: Pairs = DECODE_TOKENS
     """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of
-    every 64 tokens; a mean value stands in for the others of each 64. Pages then have a multiple
-    of 64 tokens. Fewer make decoding faster. In mode `seer` it selects whole blocks of as many
+    every 64 tokens; some of them are drawn, and stand for others too. Pages then have a multiple of
+    64 tokens. Fewer make decoding faster. In mode `seer` it selects whole blocks of as many
     tokens."""
     dense_below: Count = 8192
     """Positions below this attend everything."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,15 +14,17 @@ from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.report import EAGER_NORMS
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek import metadata as metadata_module
+from sparsek_kernels.paged.attend import launch
+from sparsek_kernels.paged.attend.reference import Select
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
-from tests.kernels.launched import attend_launched
-from tests.kernels.paged.records_oracle import decode_reference
+from tests.kernels.launched import select_launched
+from tests.kernels.paged.records_oracle import checked_lists
 from tests.vllm_backend import layers
 from tests.vllm_backend.layers import (
-    DIM,
     SETTINGS,
     building,
     keys_and_values,
@@ -47,21 +49,42 @@ def current(registered: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
         yield config
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a layer asks of the paged kernels.
+
+    Args:
+        segment: of the step.
+        rows: of its queries.
+        chosen: by the kernels.
+    """
+
+    segment: Segment
+    rows: int
+    chosen: Chosen | None
+
+    def select(self) -> Select:
+        """What takes the kernels' lists, once they are checked, in place of the oracle's."""
+        assert self.chosen is not None
+        return checked_lists(self.chosen.indices, 0.02)  # logits of vectors are in 16 bits
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Segment, int]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """What layers ask of the paged kernels, which run in Triton's interpreter."""
     seen = []
 
     def attend_segment(operands: PagedOperands, segment: Segment, index: Any) -> None:
-        seen.append((segment, operands.q.shape[0]))
-        attend_launched(operands, segment, index)
+        chosen = None if index is None else select_launched(operands, segment, index)
+        seen.append(Call(segment, operands.q.shape[0], chosen))
+        launch.attend_segment(operands, segment, chosen)
 
     monkeypatch.setattr(impl_module, "attend_segment", attend_segment)
     return seen
 
 
 def test_one_call_serves_decodes_and_prefills(
-    current: Any, calls: list[tuple[Segment, int]], monkeypatch: pytest.MonkeyPatch
+    current: Any, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "flash_attention", lambda *_: (lambda **_: None, 3))
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
@@ -75,10 +98,13 @@ def test_one_call_serves_decodes_and_prefills(
     write(layer, cache, make_step([199, 160], [199, 160], 32), seed=1)
     step = make_step([200, 170], [1, 10], 32)
     metadata, q, _, _, output = run(layer, builder, cache, step)
-    ((segment, rows),) = calls
+    (call,) = calls
+    segment, rows = call.segment, call.rows
     assert segment.fixed_order
     assert (segment.policy, rows) == (policy.decode, 11)
-    expected = paged_attention_reference(q, *keys_and_values(cache), metadata.batch, policy)
+    expected = paged_attention_reference(
+        q, *keys_and_values(cache), metadata.batch, policy, select=call.select()
+    )
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     positions = [199, *range(160, 170)]
     attended = sum(policy.decode.attended_tokens(position) for position in positions)
@@ -86,7 +112,7 @@ def test_one_call_serves_decodes_and_prefills(
 
 
 def test_prompts_by_records_are_decoded_token_by_token(
-    tmp_path: Any, calls: list[tuple[Segment, int]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Any, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "PAGE", 64)
     settings = {"decode_tokens": 32, "num_sink": 16, "window_size": 32, "dense_below": 0}
@@ -100,24 +126,27 @@ def test_prompts_by_records_are_decoded_token_by_token(
             run(layer, builder, cache, make_step([399, 380], [399, 380], 32), seed=1)
         metadata, q, _, _, output = run(layer, builder, cache, make_step([400, 385], [1, 5], 32))
     policy = layer.impl.policy.decode
-    ((segment, rows),) = calls
+    (call,) = calls
+    segment, rows = call.segment, call.rows
     assert segment.fixed_order
     assert (segment.policy, rows) == (policy, 6)
-    tokens = metadata.batch.by_token(0, 6)
-    expected = decode_reference(q, *keys_and_values(cache), tokens, policy, DIM**-0.5)
-    torch.testing.assert_close(output.double(), expected, atol=1e-3, rtol=0.0)
+    expected = paged_attention_reference(
+        q, *keys_and_values(cache), metadata.batch, policy, select=call.select()
+    )
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     positions = [399, *range(380, 385)]
     attended = sum(policy.attended_tokens(position) for position in positions)
     assert metadata.attended_tokens == attended < metadata.context_tokens
 
 
-def test_a_models_window_is_cut_per_token(current: Any, calls: list[tuple[Segment, int]]) -> None:
+def test_a_models_window_is_cut_per_token(current: Any, calls: list[Call]) -> None:
     layer = make_layer(per_layer_sliding_window=48)
     builder, spec = make_builder(layer, current)
     cache = make_cache(spec, 32)
     write(layer, cache, make_step([199, 160], [199, 160], 32), seed=1)
     run(layer, builder, cache, make_step([200, 170], [1, 10], 32))
-    ((segment, rows),) = calls
+    (call,) = calls
+    segment, rows = call.segment, call.rows
     assert segment.policy == SelectionPolicy(window_size=48)
     assert (segment.batch.num_decodes, segment.batch.decode_query_len, rows) == (11, 1, 11)
 

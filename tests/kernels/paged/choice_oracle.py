@@ -138,7 +138,7 @@ def attend(
         if entry >= 0:
             cell, steps = entry % 2**21, entry // 2**21
             logs[2 * cell : 2 * cell + 2] = steps / 32 * math.log(2)
-    logits = scale * q @ k.mT + logs
+    logits = (scale * q @ k.mT + logs).masked_fill(logs.isinf(), -math.inf)  # of NaN keys too
     own = len(k) - len(q) + torch.arange(len(q))
     logits = logits.masked_fill((torch.arange(len(k)) > own[:, None])[:, None], -math.inf)
     if sinks is not None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from sparsek_kernels.paged import PagedBatch, SelectionPolicy
 from sparsek_kernels.paged.cpu.native import build, records
 from sparsek_kernels.paged.cpu.native import decode as native_decode
+from sparsek_kernels.paged.index.page_records.reference import start_reference
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.record import encode, record_bytes
-from sparsek_kernels.paged.sample import start_of
 from tests.kernels.paged import choice_oracle as oracle
 from tests.kernels.paged.native_builds import built_without, needs_compiler
 from tests.kernels.paged.record_cases import KINDS, check_decoded, segments
@@ -146,16 +146,27 @@ class Problem:
             if rule.sees_all(length - new):
                 first = last = 0
             for head in range(heads):
-                out[rows, head], sure[rows, head] = oracle.attend(
-                    q[rows, head],
-                    self.keys[request][:, head],
+                own, keys, entries = q[rows, head], self.keys[request][:, head], []
+                if last > first:
+                    choice = oracle.choose(
+                        own,
+                        keys,
+                        fields.of(slice(first, None), head),
+                        first,
+                        last,
+                        rule.scored_blocks,
+                        self.scale,
+                        start_reference(length - new, head, heads),
+                    )
+                    (entries,), sure[rows, head] = choice.entries, oracle.sure(choice)
+                out[rows, head] = oracle.attend(
+                    own,
+                    keys,
                     self.values[request][:, head],
-                    fields.of(slice(first, None), head),
+                    entries,
                     first,
                     last,
-                    rule.scored_blocks,
                     self.scale,
-                    start_of(length - new, head, heads),
                     None if logits is None else logits[head],
                 )
         return out.flatten(1, 2), sure

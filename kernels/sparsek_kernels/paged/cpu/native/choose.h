@@ -278,7 +278,8 @@ static void weigh(const int32_t counts[KEYS], int64_t places, int32_t steps[KEYS
     for (int k = 0; k < KEYS; k++) until[k] = rest += counts[k] * exp2(k / 4.0);
     int top = KEYS - 1; /* the last key whose cells are not kept for certain */
     for (; top > 0 && larger + until[top] / exp2(top / 4.0) < places; top--) larger += counts[top];
-    const double threshold = ceil(STEPS * log2(until[top] / (places - larger)));
+    /* Where it is the size of a key, the last bits of a sum do not decide. */
+    const double threshold = ceil(STEPS * log2(until[top] / (places - larger)) - 1e-6);
     for (int k = 0; k < KEYS; k++) steps[k] = (int32_t)fmax(threshold - STEPS / 4 * k, 0.0);
 }
 
