@@ -43,7 +43,7 @@ from sparsek_kernels.paged.plan import Segment  # noqa: E402
 from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
 
 POLICY = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
-DECODED = POLICY.by_records(3072)
+DECODED = POLICY.by_records(2048)
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
 READ_TBS = 4.59
 """Of scores, for powers of two, and of values."""

@@ -51,7 +51,7 @@ ENV_PREFIX = "SPARSEK_"
 DEFAULTS = "defaults"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
-DECODE_TOKENS = 3072
+DECODE_TOKENS = 2048
 """Tokens that a decoded token selects by default."""
 
 _BY_RECORDS = ("auto", "block_topk", "pattern")
