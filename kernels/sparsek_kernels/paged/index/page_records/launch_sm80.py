@@ -89,7 +89,7 @@ def _choose_some(
         RULE=rule,
         SHAPE=shape,
         num_warps=1,
-        maxnreg=112 if columns <= 8 else 168 if device_arch(device) >= 90 else 200,  # few spills
+        maxnreg=128 if columns <= 8 else 168 if device_arch(device) >= 90 else 200,  # few spills
         **overlap_options(device),
     )
     run(

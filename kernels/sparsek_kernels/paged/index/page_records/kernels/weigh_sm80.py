@@ -33,7 +33,7 @@ from sparsek_kernels.paged.index.page_records.kernels.read_sm80 import (
 )
 
 NONE: gl.constexpr = gl.constexpr(-1.0e30)
-STAGES: gl.constexpr = gl.constexpr(4)
+STAGES: gl.constexpr = gl.constexpr(3)
 """Turns whose records are in shared memory."""
 LEAST: gl.constexpr = gl.constexpr(2.0**-31)
 """The smallest weight beside the largest one of its segment."""
