@@ -6,6 +6,9 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from sparsek_kernels.paged.policy import CELL
+from sparsek_kernels.paged.sample import MOST_CELLS
+
 MAX_TOKENS = 2**31 - 1
 """Positions are 32-bit integers."""
 MAX_BLOCKS = 2**20
@@ -35,7 +38,7 @@ def _layer_count_or_indices(value: object) -> object:
 _Integer = Annotated[int, BeforeValidator(_no_booleans)]
 Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
 Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
-Pairs = Annotated[_Integer, Field(ge=2, le=MAX_TOKENS)]
+Pairs = Annotated[_Integer, Field(ge=2, le=CELL * MOST_CELLS)]
 Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
 Layers = Annotated[
     int | tuple[int, ...],
