@@ -111,7 +111,7 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
     heads, scale = slice(group, 2 * group), inputs.softmax_scale
     q, visible = inputs.q[:new, heads].cpu(), torch.ones(1, 1, len(k), dtype=torch.bool)
     wrong, logs = 0.0, None
-    found = choose_reference(q, k, position, call.policy, scale, range(1, inputs.k_cache.shape[1]))
+    found = choose_reference(q, k, position, call.policy, scale)
     if found is not None:
         operands = PagedOperands(
             inputs.q, inputs.k_cache, inputs.v_cache, out, scale, inputs.k_summary

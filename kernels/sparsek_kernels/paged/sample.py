@@ -23,15 +23,13 @@ SPREAD = 0x9E3779B1
 """The golden ratio, of ``2 ** 32``: multiples of it are spread evenly."""
 
 
-def start_of(position: int, head: int, heads: int) -> int:
+def start_of(position: int) -> int:
     """What a running sum of probabilities starts from, of ``2 ** WHOLE_BITS``: spread evenly.
 
     Args:
         position: of the first token that chooses.
-        head: KV head.
-        heads: KV heads.
     """
-    return ((position * heads + head) * SPREAD & 0xFFFFFFFF) >> (32 - WHOLE_BITS)
+    return (position * SPREAD & 0xFFFFFFFF) >> (32 - WHOLE_BITS)
 
 
 def weight_steps(counts: torch.Tensor, places: int) -> torch.Tensor:

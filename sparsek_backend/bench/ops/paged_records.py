@@ -34,8 +34,7 @@ def oracle_of(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy) -> Oracl
     heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
     q = inputs.q[last - count : last, heads].cpu()
     k, v = (x.cpu()[:, None] for x in inputs.keys_of(tile.request, tile.head))
-    position, of = len(k) - count, range(tile.head, inputs.k_cache.shape[1])
-    return q, k, v, choose_reference(q, k, position, policy, inputs.softmax_scale, of)
+    return q, k, v, choose_reference(q, k, len(k) - count, policy, inputs.softmax_scale)
 
 
 def wrong_cells(chosen: torch.Tensor, oracle: Oracle) -> str:

@@ -108,7 +108,7 @@ def choose(
     scores = (logits + gain.unsqueeze(-1) + math.log(2) - total[..., None, None]).exp().sum((0, 1))
     scores = scores.nan_to_num(0.0, math.inf).flatten()
     rows = q.shape[:2].numel()
-    return draw_by_scores(scores[None], [start], top_k, 32 * front, rows)
+    return draw_by_scores(scores[None], start, top_k, 32 * front, rows)
 
 
 def sure(choice: Choice) -> bool:

@@ -22,8 +22,8 @@ _SAMPLE = """
 #include "choose.h"
 
 int32_t sample(const uint8_t *keys, int64_t first, int64_t last, int64_t places, int64_t position,
-               int64_t head, int64_t heads, int32_t *chosen) {
-    return sample_cells(keys, first, last, places, first_sum(position, head, heads), chosen);
+               int32_t *chosen) {
+    return sample_cells(keys, first, last, places, first_sum(position), chosen);
 }
 """
 
@@ -37,7 +37,7 @@ def built_sample(folder: Path, *flags: str) -> Any:
     command = [compiler, *build._FLAGS, *flags, "-shared", "-I", headers, "-o", str(made)]
     subprocess.run([*command, str(source), "-lm"], check=True)
     function = ctypes.CDLL(str(made)).sample
-    function.argtypes = (ctypes.c_void_p, *(ctypes.c_int64,) * 6, ctypes.c_void_p)
+    function.argtypes = (ctypes.c_void_p, *(ctypes.c_int64,) * 4, ctypes.c_void_p)
     return function
 
 

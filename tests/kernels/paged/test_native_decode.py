@@ -231,15 +231,15 @@ def test_the_sample_in_c_equals_the_rule(sample: Any, data: st.DataObject) -> No
     keys = keys.round().clamp(low, high).to(torch.uint8)
     far = keys[front:].long()
     counts = torch.bincount(far.flatten(), minlength=64)
-    position, head, heads = data.draw(st.integers(0, 1 << 22)), data.draw(st.integers(0, 7)), 8
+    position = data.draw(st.integers(0, 1 << 22))
     found = torch.full((places + 1,), -1, dtype=torch.int32)
     ends = (32 * front, 32 * (front + segments), places)
-    number = sample(keys.data_ptr(), *ends, position, head, heads, found.data_ptr())
+    number = sample(keys.data_ptr(), *ends, position, found.data_ptr())
     assert least_of(places) <= number <= places
     steps = weight_steps(counts, places)
     if not steps.equal(weight_steps(counts.double(), places)):  # rounded to another step
         return
-    expected = sample_cells(far, counts, places, start_of(position, head, heads))
+    expected = sample_cells(far, counts, places, start_of(position))
     assert number == int((expected >= 0).sum())
     shifted = torch.where(expected >= 0, expected + 32 * front, -1)
     assert torch.equal(found[:number], shifted[:number])
@@ -255,7 +255,7 @@ def test_a_sample_of_many_cells_ends_in_its_places(sample: Any) -> None:
         for places in (1, 2, 32767):
             found = torch.full((places + 2,), -7, dtype=torch.int32)
             for position in range(5):
-                number = sample(key.data_ptr(), 0, 65536, places, position, 0, 1, found.data_ptr())
+                number = sample(key.data_ptr(), 0, 65536, places, position, found.data_ptr())
                 assert least_of(places) <= number <= places
                 assert found[places + 1] == -7
                 cells = found[:number] % (1 << CELL_BITS)

@@ -156,7 +156,7 @@ class Problem:
                         last,
                         rule.scored_blocks,
                         self.scale,
-                        start_reference(length - new, head, heads),
+                        start_reference(length - new),
                     )
                     (entries,), sure[rows, head] = choice.entries, oracle.sure(choice)
                 out[rows, head] = oracle.attend(

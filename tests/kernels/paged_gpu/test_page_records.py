@@ -141,11 +141,8 @@ def equal_cells(policy: SelectionPolicy, position: int, heads: int) -> list[list
     first, last = policy.candidate_range(position)
     keys, counts = torch.zeros((last - first) // 32, 32, dtype=torch.long), torch.zeros(64)
     counts[0] = last - first
-    lists = []
-    for head in range(heads):
-        start = start_of(position, head, heads)
-        lists.append(sample_cells(keys, counts, policy.scored_blocks, start))
-    return [torch.where(mine < 0, mine, mine + first).tolist() for mine in lists]
+    mine = sample_cells(keys, counts, policy.scored_blocks, start_of(position))
+    return [torch.where(mine < 0, mine, mine + first).tolist()] * heads
 
 
 @pytest.mark.parametrize("query", [0.0, float("nan")], ids=str)

@@ -141,7 +141,7 @@ def test_lists_follow_from_the_bytes_of_records(new: int) -> None:
                 local,
                 case.policy.scored_blocks,
                 scale,
-                start_reference(length - new, head, heads),
+                start_reference(length - new),
             )
             assert not list_error(found, 0, entries, 1e-4)
             assert max(entry >> CELL_BITS for entry in entries) > 0

@@ -284,8 +284,8 @@ static void weigh(const int32_t counts[KEYS], int64_t places, int32_t steps[KEYS
 }
 
 /* What a running sum of shares starts from. */
-static uint32_t first_sum(int64_t position, int64_t head, int64_t heads) {
-    return (uint32_t)(position * heads + head) * 0x9E3779B1u >> (32 - WHOLE_BITS);
+static uint32_t first_sum(int64_t position) {
+    return (uint32_t)position * 0x9E3779B1u >> (32 - WHOLE_BITS);
 }
 
 /* How many cells [first, last), a multiple of COUNTERS, there are of each key. */
@@ -332,5 +332,5 @@ static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
     find_keys(&c, rows, token->picks, first, last);
     a->units[slot_of(a, unit)].chosen =
         sample_cells(c.keys, token->front, token->local, token->picks,
-                     first_sum(token->position, unit % a->heads, a->heads), chosen_of(a, unit));
+                     first_sum(token->position), chosen_of(a, unit));
 }

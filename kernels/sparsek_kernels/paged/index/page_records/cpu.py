@@ -84,10 +84,9 @@ def _choose(
     if ranks is not None:
         found = ranks.largest(found)
     lists = []
-    for head, keys in enumerate(found.int()):
+    for keys in found.int():
         counts = torch.bincount(keys.flatten(), minlength=KEYS)
-        start = start_of(position, head, operands.heads)
-        lists.append(sample_cells(keys, counts, policy.scored_blocks, start))
+        lists.append(sample_cells(keys, counts, policy.scored_blocks, start_of(position)))
     entries = torch.stack(lists)
     return torch.where(entries >= 0, entries + begin * VECTORS, -1)
 

@@ -24,7 +24,7 @@ class Choice(NamedTuple):
         keys: ``[Hkv, 32 * S]`` int64.
         steps: ``[Hkv, 32 * S]`` int64, 32 times the binary logs of the weights that cells get.
         shares: ``[Hkv, 32 * S]`` int64, of 65536: how probable it is that they are drawn.
-        starts: for each KV head, of 65536: what the sum of shares begins with.
+        start: of 65536: what the sum of shares begins with.
         entries: for each KV head, a list: ``cell + (steps << 21)`` in the order in which they are
             drawn, then -1.
         first: the first far cell.
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     keys: torch.Tensor
     steps: torch.Tensor
     shares: torch.Tensor
-    starts: list[int]
+    start: int
     entries: list[list[int]]
     first: int
     rows: int
@@ -76,9 +76,9 @@ def share_reference(steps: torch.Tensor) -> torch.Tensor:
     return (_ONE / (steps.double() / 32).exp2()).floor().long()
 
 
-def start_reference(position: int, head: int, heads: int) -> int:
-    """What the sum of a KV head's shares begins with, of 65536."""
-    return (position * heads + head) * 0x9E3779B1 % 2**32 // _ONE
+def start_reference(position: int) -> int:
+    """What the sum of shares begins with, of 65536."""
+    return position * 0x9E3779B1 % 2**32 // _ONE
 
 
 def drawing_order(far: int) -> list[int]:
@@ -109,14 +109,12 @@ def choose_reference(
     position: int,
     policy: SelectionPolicy,
     softmax_scale: float,
-    kv_heads: range | None = None,
 ) -> Choice | None:
     """What the new tokens of one request choose, or ``None`` where they see everything.
 
     Args:
         q: ``[n, Hq, D]``, the queries from ``position`` on.
         k: ``[N, Hkv, D]``, keys from the first one on.
-        kv_heads: which of how many KV heads these are, ``range(which, all)``; default: all of them.
     """
     if policy.sees_all(position):
         return None
@@ -140,20 +138,17 @@ def choose_reference(
         total = torch.logaddexp(exact.logsumexp(-1), both[token].flatten(2).logsumexp(-1))
         logs = both[token] + gain[token, ..., None] - total[..., None, None]
         scores += logs[..., :far, :].exp().sum(1)
-    of = range(heads) if kv_heads is None else kv_heads
-    starts = [start_reference(position, of.start + head, of.stop) for head in range(heads)]
+    start = start_reference(position)
     scores = scores.flatten(1).nan_to_num(0.0)
-    return draw_by_scores(scores, starts, policy.scored_blocks, first * cells, len(q) * group)
+    return draw_by_scores(scores, start, policy.scored_blocks, first * cells, len(q) * group)
 
 
-def draw_by_scores(
-    scores: torch.Tensor, starts: Sequence[int], count: int, first: int, rows: int
-) -> Choice:
+def draw_by_scores(scores: torch.Tensor, start: int, count: int, first: int, rows: int) -> Choice:
     """The choice of tokens with these scores.
 
     Args:
         scores: ``[Hkv, 32 * S]`` float64, of more than ``count`` far cells.
-        starts: for each KV head, what its sum of shares begins with, of 65536.
+        start: what the sum of shares begins with, of 65536.
         count: places of a list.
         first: the first far cell.
         rows: tokens times query heads that share a KV head.
@@ -161,9 +156,8 @@ def draw_by_scores(
     keys = key_reference(scores, count, rows)
     thresholds = torch.tensor([[threshold_reference(row, count)] for row in keys])
     steps = (thresholds - 8 * keys).clamp(min=0)
-    pairs = zip(steps, starts, strict=True)
-    entries = [draw_reference(row, start, count, first) for row, start in pairs]
-    return Choice(scores, keys, steps, share_reference(steps), list(starts), entries, first, rows)
+    entries = [draw_reference(row, start, count, first) for row in steps]
+    return Choice(scores, keys, steps, share_reference(steps), start, entries, first, rows)
 
 
 def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: float) -> str:
@@ -211,7 +205,7 @@ def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: flo
     ranges = list(zip(low.tolist(), high.tolist(), strict=True))
     reached = 0
     for threshold in range(lowest - slack, highest + slack + 1):
-        explained = _explained(threshold, ranges, drawn, choice.starts[head], slack)
+        explained = _explained(threshold, ranges, drawn, choice.start, slack)
         if explained == len(order):
             return ""
         reached = max(reached, explained)

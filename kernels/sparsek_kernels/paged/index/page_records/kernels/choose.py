@@ -205,7 +205,7 @@ def list_cells_kernel(
         else:
             counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
         threshold = threshold_steps(counts, KEYS, COUNT)
-        spread = (position * SHAPE.NUM_KV_HEADS + kv_head).to(tl.uint32) * 0x9E3779B1
+        spread = position.to(tl.uint32) * 0x9E3779B1
         total = (spread >> (32 - WHOLE_BITS)).to(tl.int32)
         turn = offs % VECTORS
         ordered = offs - turn + turn % (VECTORS // THREADS) * THREADS + turn // (VECTORS // THREADS)

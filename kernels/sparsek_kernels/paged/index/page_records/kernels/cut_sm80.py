@@ -222,7 +222,7 @@ def shares_of_keys(
     rest = gl.sum(gl.where(some0, m0, 0.0) + gl.where(some1, m1, 0.0), axis=0)
     certain = gl.sum(gl.where(some0, 0, t0) + gl.where(some1, 0, t1), axis=0)
     threshold = log2(rest / (COUNT - certain).to(gl.float32) + gl.zeros([32], gl.float32, LANES))
-    first = gl.ceil(OCTAVE * threshold).to(gl.int32)
+    first = gl.ceil(OCTAVE * threshold - 2e-4).to(gl.int32)
     share0 = share_of(gl.maximum(first - 2 * (OCTAVE // 4) * lane, 0))
     share1 = share_of(gl.maximum(first - (2 * lane + 1) * (OCTAVE // 4), 0))
     before = gl.sum(e0 * share0 + e1 * share1, axis=0)
@@ -302,8 +302,9 @@ def cut_cells_kernel(
     for turn in gl.static_range(TURNS):
         at = weights_ptr + (spot + from_segment + 4 * turn) * (32 * COLUMNS)
         inside = (first_segment + 4 * turn < last)[:, None] & (thread >= 0)
-        read = load_words(at[:, None] + gl.zeros([16, 8], gl.int32, ROWS), inside, ROWS, COLUMNS)
-        words = words + read  # type: ignore[assignment]
+        words = words + load_words(
+            at[:, None] + gl.zeros([16, 8], gl.int32, ROWS), inside, ROWS, COLUMNS
+        )
 
     # What a weight counts: [segments, columns].
     SHARE: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [WARPS, 1], [1, 0])
@@ -340,7 +341,8 @@ def cut_cells_kernel(
     for turn in gl.static_range(TURNS):
         s0, s1 = gl.zeros([16, 8], gl.int32, ROWS), gl.zeros([16, 8], gl.int32, ROWS)
         for pair in gl.static_range(COLUMNS // 2):
-            a, b = words[turn * COLUMNS + 2 * pair], words[turn * COLUMNS + 2 * pair + 1]
+            a = words[turn * COLUMNS + 2 * pair]  # type: ignore[var-annotated]
+            b = words[turn * COLUMNS + 2 * pair + 1]  # type: ignore[var-annotated]
             left, right = two_shares(shares.index(turn), pair, ROWS)
             s0, s1 = add_scores(s0, s1, a, b, left, right)
         inside = (first_segment + 4 * turn < last)[:, None] & (thread >= 0)
@@ -361,7 +363,7 @@ def cut_cells_kernel(
     first, share0, share1, before, all_shares = shares_of_keys(
         counts, active, member, LANES, KEYS, COUNT
     )
-    start = ((position * NUM_KV_HEADS + kv_head) * START >> (32 - WHOLE)) & ((1 << WHOLE) - 1)
+    start = (position * START >> (32 - WHOLE)) & ((1 << WHOLE) - 1)
 
     # The counters' place is free: shares by the bytes of keys, which have 64 more; 0 outside.
     lane = gl.arange(0, 32, layout=LANES)
