@@ -24,7 +24,7 @@ def test_modes_and_sizes() -> None:
     sinks = parse_budget("sink_window").policy().prefill
     assert (sinks.num_sink, sinks.window_size, sinks.dense_below) == (4, 512, 0)
     tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy().prefill
-    assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == (3072, 1)
+    assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == (2048, 1)
     learned = parse_budget("pattern:8,pattern=/a/file").config
     assert (learned.mode, learned.top_k, learned.pattern) == ("pattern", 8, "/a/file")
     assert parse_budget("dense").settings is None
