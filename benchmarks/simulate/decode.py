@@ -35,7 +35,7 @@ class DecodeRule:
             within its vectors adds; or ``cells``, as level 2 would, which is its ceiling.
         stand_in: whether pages whose cells are not scored are part of the tail, by level 1.
         variance: what spread within vectors adds to the ranking of cells: nothing, the ``page``'s,
-            that of each ``vector``, or the page's about vectors as they are kept (``error``).
+            or that of each ``vector``.
         variance_counts: where: in the ``rank`` alone, in the ``sum`` that a head's masses are
             shares of too, or in both and the ``tail``.
     """
@@ -53,7 +53,7 @@ class DecodeRule:
     pages: float = 1.0
     level1: str = "page"
     stand_in: bool = True
-    variance: Literal["", "page", "vector", "error"] = ""
+    variance: Literal["", "page", "vector"] = ""
     variance_counts: Literal["rank", "sum", "tail"] = "rank"
 
     def __post_init__(self) -> None:
@@ -261,8 +261,7 @@ def _cells(
     cells = of_cells(vectors)
     if not rule.variance:
         return cells, cells
-    error_of = rule.scores if rule.variance == "error" else ""
-    gain = pages.gain(q, scale, keys, rule.variance == "vector", error_of)
+    gain = pages.gain(q, scale, keys, rule.variance == "vector")
     rank = of_cells(vectors + gain)
     return rank if rule.variance_counts == "tail" else cells, rank
 

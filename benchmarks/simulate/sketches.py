@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 PAGE = 64
-LEVELS = {1: (math.inf, (0.7979, 0.7979)), 2: (0.9816, (0.4528, 1.510))}
-"""Lloyd-Max threshold and levels of a normal variable; more bits have equal steps."""
+LEVELS = {2: ((0.9816,), (0.4528, 1.510))}
+"""Lloyd-Max thresholds and levels of a normal variable; more bits have equal steps."""
 STEPS = {3: 0.586, 4: 0.3352}
 """The best equal steps of a normal variable, in its standard deviations."""
 
@@ -56,7 +56,6 @@ SKETCHES = {
     "p3x2dr": Sketch(2, 3, basis="pairs", scale="size"),
     "p4x2dr": Sketch(2, 4, basis="pairs", scale="size"),
     "p4dr": Sketch(4, 4, basis="pairs", scale="size"),
-    "p1x1dr": Sketch(1, 1, basis="pairs", scale="size"),
     "p2x1dr": Sketch(1, 2, basis="pairs", scale="size"),
     "p4x16dr": Sketch(16, 4, basis="pairs", scale="size"),
 }
@@ -135,15 +134,6 @@ class Pages:
             self._made["values", bits] = (levels + 0.5) * scale
         return self._made["values", bits]
 
-    def error(self, name: str) -> torch.Tensor:
-        """``[H, pages, D / 2]``: as :meth:`variance`, of keys about the vectors of a sketch."""
-        if ("error", name) not in self._made:
-            keys, made = SKETCHES[name].keys, self.vectors(name)
-            vectors = (made.rest + made.centre[:, :, None]).repeat_interleave(keys, 2)
-            found = _by_pair((self._keys.float() - vectors).pow(2).mean(2)).sqrt().clamp(max=448)
-            self._made["error", name] = found.to(torch.float8_e4m3fn).float().pow(2)
-        return self._made["error", name]
-
     def shares(self, keys: int) -> torch.Tensor:
         """``[H, pages, 64 / keys]``: the variance of every ``keys`` keys over their page's."""
         if ("shares", keys) not in self._made:
@@ -159,12 +149,7 @@ class Pages:
         return made + math.log(PAGE) + self.gain(q, softmax_scale)[..., 0]
 
     def gain(
-        self,
-        q: torch.Tensor,
-        softmax_scale: float,
-        keys: int = PAGE,
-        by_vector: bool = False,
-        error_of: str = "",
+        self, q: torch.Tensor, softmax_scale: float, keys: int = PAGE, by_vector: bool = False
     ) -> torch.Tensor:
         """``[H, G, R, pages, 1 or 64 / keys]``: what spread adds to the log of a sum of exps.
 
@@ -172,8 +157,7 @@ class Pages:
         its root where it is large; the page's, or that of each vector.
         """
         squares = 2 * _by_pair(q.float().pow(2)).flatten(1, 2)
-        spread = self.error(error_of) if error_of else self.variance(keys)
-        variance = (squares @ spread.mT).unflatten(1, q.shape[1:3])[..., None]
+        variance = (squares @ self.variance(keys).mT).unflatten(1, q.shape[1:3])[..., None]
         if by_vector:
             variance = variance * self.shares(keys)[:, None, None]
         return (1 + softmax_scale**2 * variance).sqrt() - 1
@@ -210,7 +194,7 @@ def _levels(x: torch.Tensor, sketch: Sketch) -> torch.Tensor:
         return ((x / scale).floor().clamp(-half, half - 1) + 0.5) * scale
     unit = x / x.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-7)
     if sketch.bits in LEVELS:
-        threshold, (low, high) = LEVELS[sketch.bits]
+        (threshold,), (low, high) = LEVELS[sketch.bits]
         size = torch.where(unit.abs() < threshold, low, high)
         levels = torch.where(unit < 0, -size, size)
     else:
