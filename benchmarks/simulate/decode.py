@@ -215,7 +215,7 @@ def _sampled(
     """
     cells, rank = _cells(rule, pages, q, logits, pages.head_dim**-0.5)
     mass = _mass(rank.masked_fill(~between[..., None], -math.inf).flatten(-2), near)
-    start = _starts(mass.shape[0], position)
+    start = _starts(position)
     kept, share = sample(mass, rule.tokens // rule.cell, start)
     certain = share == 1
     counts = torch.where(certain, 0.0, math.log(rule.sampled) - share.log())
@@ -225,10 +225,9 @@ def _sampled(
     return torch.where(kept, counts, -math.inf), tail
 
 
-def _starts(heads: int, position: torch.Tensor) -> torch.Tensor:
-    """``[H, R]``: where the running sums of KV heads and rows start, spread over ``[0, 1)``."""
-    head = torch.arange(heads, device=position.device)[:, None]
-    return (position * heads + head).double() * ((math.sqrt(5) - 1) / 2) % 1
+def _starts(position: torch.Tensor) -> torch.Tensor:
+    """``[R]``: where the running sums of rows start, spread over ``[0, 1)``."""
+    return position.double() * ((math.sqrt(5) - 1) / 2) % 1
 
 
 def dense_logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ def add(a, b):
 def load_words(at, inside, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Weights of a thread's four cells: two words for each two of the columns.
 
-    at: ``[16, 1]`` pointers to those of a segment, bytes; inside: which of them are read.
+    at: ``[16, 8]`` pointers to bytes, where the weights of each thread's segment begin; inside: the
+    threads that read.
     """
     LINE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     thread = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LINE)))
@@ -395,7 +396,8 @@ def cut_cells_kernel(
         )  # fmt: skip
         sum_before += last_of_warp(until)
     if member == 0:
-        for place in range((start + all_shares) >> WHOLE, COUNT, 128):
+        filled = (start + all_shares) >> WHOLE & ((1 << (32 - WHOLE)) - 1)  # sums are unsigned
+        for place in range(filled, COUNT, 128):
             gl.store(
                 out + place + every_thread, every_thread * 0 - 1, mask=place + every_thread < COUNT
             )
