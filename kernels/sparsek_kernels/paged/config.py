@@ -45,15 +45,18 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def choose_splits(programs: int, pieces: int, resident: int, *, most: int = 32) -> int:
+def choose_splits(
+    programs: int, pieces: int, resident: int, *, most: int = 32, least: int = 2
+) -> int:
     """Programs that share one tile, so that about ``resident`` of them run at once.
 
     Args:
         programs: programs without splitting.
-        pieces: most pieces of work of one tile; each share gets at least two.
+        pieces: most pieces of work of one tile.
         resident: programs that fill the device.
+        least: pieces of a share.
     """
-    wanted = min(resident // max(programs, 1), pieces // 2, most)
+    wanted = min(resident // max(programs, 1), pieces // least, most)
     best = 1
     for step in _SPLIT_STEPS:
         if step <= wanted:

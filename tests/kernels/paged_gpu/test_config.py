@@ -14,6 +14,7 @@ from sparsek_kernels.paged.config import (
     shared_memory,
 )
 from sparsek_kernels.paged.index.config import top_warps
+from sparsek_kernels.paged.index.page_records.config import cut_segments, weigh_programs
 from sparsek_kernels.paged.index.two_step.config import score_bytes, score_config
 
 ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])
@@ -100,10 +101,34 @@ def test_scores(**shape: int) -> None:
     assert needed <= shared_memory(shape["arch"])
 
 
-@given(programs=st.integers(0, 10000), pieces=st.integers(0, 20000), resident=st.integers(1, 1000))
-def test_splits_leave_each_share_some_work(programs: int, pieces: int, resident: int) -> None:
-    splits = choose_splits(programs, pieces, resident)
-    assert splits == 1 or (splits * 2 <= pieces and splits * programs <= resident)
+@given(
+    programs=st.integers(0, 10000),
+    pieces=st.integers(0, 20000),
+    resident=st.integers(1, 1000),
+    least=st.integers(1, 3),
+)
+def test_splits_leave_each_share_some_work(
+    programs: int, pieces: int, resident: int, least: int
+) -> None:
+    splits = choose_splits(programs, pieces, resident, least=least)
+    assert splits == 1 or (splits * least <= pieces and splits * programs <= resident)
+
+
+@given(
+    jobs=st.integers(1, 5000),
+    segments=st.integers(1, 20000),
+    near=st.integers(1, 4),
+    columns=st.sampled_from([4, 8, 16]),
+    num_sms=st.sampled_from([20, 132]),
+)
+def test_records_are_read_by_some_programs(
+    jobs: int, segments: int, near: int, columns: int, num_sms: int
+) -> None:
+    programs = weigh_programs(jobs, segments, near, num_sms)
+    assert programs >= 1
+    size = cut_segments(jobs, segments, columns, num_sms)
+    assert size in (64, 128, 256, 512)
+    assert size * columns <= 4096  # shared memory that a program has without asking for more
 
 
 def test_small_helpers() -> None:

@@ -18,6 +18,23 @@ from sparsek_kernels.paged.kernels.tiles import (
 )
 
 
+@triton.jit
+def tile_rows(
+    first, low, high, token_of_zero, kv_head, head_chunk,
+    ROWS: tl.constexpr, LIVE: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Rows of a tile: member of the group, position, head, token and whether it is there.
+
+    first: position of the first row; low, high: positions of the tile's first and last query.
+    """
+    row = tl.arange(0, ROWS)
+    member = head_chunk * BLOCK_H + row % BLOCK_H
+    position = first + row // BLOCK_H
+    there = (row < LIVE) & (member < GROUP) & (position >= low) & (position <= high)
+    head = kv_head * GROUP + member
+    return member, position, head, (token_of_zero + position).to(tl.int64), there
+
+
 @triton.jit(do_not_specialize=["splits"])
 def attend_kernel(
     out_ptr, lse_ptr, part_ptr, state_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr, selected_ptr,
@@ -113,7 +130,8 @@ def attend_kernel(
         first_local = tl.minimum(first_local * SEL_BLOCK // BLOCK_N, ends)
         num_forced = num_front + tl.where(full, 0, ends - first_local)
         num_forced = tl.where(count > 0, num_forced, 0)
-        num_pieces = num_forced + tl.cdiv(num_selected * SEL_BLOCK, BLOCK_N)
+        num_cells = tl.cdiv(num_selected * SEL_BLOCK, BLOCK_N)  # pieces of the sample
+        num_pieces = num_forced + num_cells
     elif SMALL:
         ENTRIES: tl.constexpr = BLOCK_N // SEL_BLOCK
         first_selected = count - num_selected
@@ -135,16 +153,20 @@ def attend_kernel(
     per_split = tl.cdiv(num_pieces, splits)
     piece_begin = split * per_split
     piece_end = tl.minimum(piece_begin + per_split, num_pieces)
+    num_parts = tl.cdiv(num_pieces, tl.maximum(per_split, 1))
+    if CELLS:
+        # Every program has its share of the sample, and of what it reads while that is drawn.
+        forced_each, cells_each = tl.cdiv(num_forced, splits), tl.cdiv(num_cells, splits)
+        num_parts = tl.cdiv(num_forced, tl.maximum(forced_each, 1))
+        num_parts = tl.maximum(num_parts, tl.cdiv(num_cells, tl.maximum(cells_each, 1)))
 
-    offs_m = tl.arange(0, BLOCK_M)
+    LIVE: tl.constexpr = QUERIES * BLOCK_H
+    first = base + query_chunk * QUERIES
+    member, position, head, token, mask_m = tile_rows(
+        first, low, high, token_of_zero, kv_head, head_chunk, BLOCK_M, LIVE, BLOCK_H, GROUP
+    )
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
-    member = head_chunk * BLOCK_H + offs_m % BLOCK_H
-    position = base + query_chunk * QUERIES + offs_m // BLOCK_H
-    mask_m = (offs_m < QUERIES * BLOCK_H) & (member < GROUP)
-    mask_m = mask_m & (position >= low) & (position <= high)
-    head = kv_head * GROUP + member
-    token = (token_of_zero + position).to(tl.int64)
     q = tl.load(
         q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_d[None, :],
         mask=mask_m[:, None] & mask_d[None, :],
@@ -166,7 +188,8 @@ def attend_kernel(
         middle = tl.minimum(tl.maximum(num_plain, piece_begin), piece_end)
     if CELLS:
         acc, row_max, row_sum = attend_forced(
-            acc, row_max, row_sum, q, position, k_head, v_head, table, piece_begin, middle,
+            acc, row_max, row_sum, q, position, k_head, v_head, table,
+            split * forced_each, tl.minimum((split + 1) * forced_each, num_forced),
             num_front, num_forced, first_local, low, high, qk_scale,
             stride_kp, stride_kt, stride_vp, stride_vt,
             HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SHARDED, NUM_STAGES,
@@ -208,17 +231,24 @@ def attend_kernel(
             SHARDED,
             NUM_STAGES,
         )
-    if OVERLAP and SELECTED_LAST:
+    if OVERLAP and SELECTED_LAST and not CELLS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if CELLS:
+        if OVERLAP and not full:  # without a sample there is nothing to wait for
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         acc, row_max, row_sum = attend_cells(
             acc, row_max, row_sum, q, k_head, v_head, table, selected,
-            middle - num_forced, piece_end - num_forced, qk_scale, stride_kp, stride_kt,
+            split * cells_each, tl.minimum((split + 1) * cells_each, num_cells), qk_scale,
+            stride_kp, stride_kt,
             stride_kp if JOINED else stride_vp, stride_kt if JOINED else stride_vt,
             HEAD_DIM, BLOCK_D, BLOCK_N, SEL_BLOCK, SCORED_BLOCKS * SEL_BLOCK, PAGE_SIZE, SHARDED,
             NUM_STAGES,
         )  # fmt: skip
+        if OVERLAP and full:  # kernels end in their order
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
     else:
         acc, row_max, row_sum = attend_pieces(
             acc,
@@ -257,29 +287,33 @@ def attend_kernel(
             NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
         )
 
-    mask_out = mask_m[:, None] & mask_d[None, :]
     if MOST_SPLITS > 1:
         place = ((tile * NUM_KV_HEADS + kv_head) * CHUNKS + pid % CHUNKS).to(tl.int64)
-        parts = part_ptr + place * splits * BLOCK_M * BLOCK_D
-        parts += offs_m[:, None] * BLOCK_D + offs_d[None, :]
-        states = state_ptr + place * splits * 2 * BLOCK_M + offs_m
-        tl.store(states + (2 * split) * BLOCK_M, row_max, mask=mask_m)
-        tl.store(states + (2 * split + 1) * BLOCK_M, row_sum, mask=mask_m)
-        if piece_begin < piece_end:
-            tl.store(parts + split * BLOCK_M * BLOCK_D, acc, mask=mask_out)
+        parts = part_ptr + place * splits * LIVE * BLOCK_D + offs_d[None, :]
+        states = state_ptr + place * splits * 2 * LIVE
+        rows = tl.arange(0, BLOCK_M)
+        tl.store(states + (2 * split) * LIVE + rows, row_max, mask=mask_m)
+        tl.store(states + (2 * split + 1) * LIVE + rows, row_sum, mask=mask_m)
+        if split < num_parts:
+            mine = parts + (split * LIVE + rows)[:, None] * BLOCK_D
+            tl.store(mine, acc, mask=mask_m[:, None] & mask_d[None, :])
         tl.debug_barrier()
         ticket = tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel")
         if ticket != splits - 1:
             return
         tl.store(ticket_ptr + place, 0)
-        num_parts = tl.cdiv(num_pieces, tl.maximum(per_split, 1))
+        # Rows that only fill the tile up are left behind: the parts fit in registers then.
+        member, position, head, token, mask_m = tile_rows(
+            first, low, high, token_of_zero, kv_head, head_chunk, LIVE, LIVE, BLOCK_H, GROUP
+        )
+        rows = tl.arange(0, LIVE)
         row_max, row_sum, acc = add_splits(
-            parts,
-            states,
+            parts + rows[:, None] * BLOCK_D,
+            states + rows,
             mask_m,
-            mask_out,
+            mask_m[:, None] & mask_d[None, :],
             num_parts,
-            BLOCK_M,
+            LIVE,
             BLOCK_D,
             MOST_SPLITS,
         )
@@ -299,5 +333,5 @@ def attend_kernel(
     tl.store(
         out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_d[None, :],
         result,
-        mask=mask_out,
+        mask=mask_m[:, None] & mask_d[None, :],
     )

@@ -35,16 +35,36 @@ def weigh_segments(segments: int, multiprocessors: int) -> int:
     return min(max(ceil_div(each, 8) * 8, 8), 16)
 
 
-def cut_segments(jobs: int, segments: int, columns: int, multiprocessors: int) -> int:
-    """Segments of a program of ``cut_cells_kernel``: 64, 128 or 256.
+def weigh_programs(jobs: int, segments: int, near: int, multiprocessors: int) -> int:
+    """Programs of ``weigh_cells_kernel`` for the far segments of each job, at most.
 
-    As few as give work to all multiprocessors, and no more than its registers hold the weights of.
+    Those that find nothing cost time to start.  Where 32 segments each let all of them run at once,
+    16 on a multiprocessor, there are no more than that.
+
+    Args:
+        jobs: requests times KV heads and parts of columns.
+        segments: of the longest context.
+        near: programs of each job for near segments.
+    """
+    at_once = 16 * multiprocessors // jobs - near
+    return at_once if 32 * at_once >= segments else ceil_div(64 * multiprocessors, jobs)
+
+
+def cut_segments(jobs: int, segments: int, columns: int, multiprocessors: int) -> int:
+    """Segments of a program of ``cut_cells_kernel``: 64 to 512.
+
+    As few as let all programs run at once, and no more than there is shared memory for.
 
     Args:
         jobs: requests times KV heads.
         segments: of the longest context.
     """
     size = 64
-    while 2 * size * columns <= 1024 and jobs * ceil_div(segments, size) > 4 * multiprocessors:
+    while size < 512 and size * columns <= 2048:
+        members = ceil_div(segments, size)
+        # Programs of a job wait for one another: few of them are faster where that leaves enough.
+        many = 2 if members > 8 and columns <= 8 else 4
+        if jobs * members <= many * multiprocessors:
+            break
         size *= 2
     return size

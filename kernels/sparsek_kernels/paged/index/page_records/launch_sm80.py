@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.recording import run
-from sparsek_kernels.paged.index.page_records.config import KEYS, cut_segments, weigh_segments
+from sparsek_kernels.paged.index.page_records.config import (
+    KEYS,
+    cut_segments,
+    weigh_programs,
+    weigh_segments,
+)
 from sparsek_kernels.paged.index.page_records.kernels.cut_sm80 import WARPS, cut_cells_kernel
 from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import weigh_cells_kernel
 from sparsek_kernels.paged.index.page_records.shapes import Rule, Shape
@@ -49,12 +54,13 @@ def _choose_some(
     out, table = call.out[first:], batch.block_table[first:]
     lengths = (batch.seq_lens[first:], batch.cu_seqlens_q[first:])
     sms = multiprocessors(device)
-    segments = weigh_segments((1 << 30) if fixed_order else jobs * width, sms)
+    parts = max(columns // 8, 1)
+    segments = weigh_segments((1 << 30) if fixed_order else jobs * parts * width, sms)
     near = call.policy.sink_blocks // call.policy.segment_blocks
     near += 2 if shape.QUERY_LEN > 1 else 1
     programs = ceil_div(width, segments)
-    if not fixed_order:  # those that find nothing cost time to start
-        programs = min(programs, ceil_div(64 * sms, jobs))
+    if not fixed_order:
+        programs = min(programs, weigh_programs(jobs * parts, width, near, sms))
     sums = near + programs
     size = 64 if fixed_order else cut_segments(jobs, width, columns, sms)
     members = ceil_div(width, size)
@@ -66,7 +72,7 @@ def _choose_some(
     counters = workspace(device, "counters", jobs, torch.int32)
     run(
         weigh_cells_kernel,
-        (jobs * sums,),
+        (jobs * (near + programs * parts),),
         weights.view(torch.uint8),
         tops,
         gains,
@@ -89,7 +95,7 @@ def _choose_some(
         RULE=rule,
         SHAPE=shape,
         num_warps=1,
-        maxnreg=128 if columns <= 8 else 168 if device_arch(device) >= 90 else 200,  # few spills
+        maxnreg=128,  # 16 programs on a multiprocessor
         **overlap_options(device),
     )
     run(

@@ -59,12 +59,16 @@ def add(a, b):
 
 
 @gluon.jit
-def load_words(at, inside, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Weights of a thread's four cells: two words for each two of the columns.
+def load_words(
+    weights, segment, turn: gl.constexpr, last, ROWS: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Weights of a thread's four cells in a turn: two words for each two of the columns.
 
-    at: ``[16, 8]`` pointers to bytes, where the weights of each thread's segment begin; inside: the
-    threads that read.
+    weights: ``[16]`` pointers to bytes, where those of each row's first segment begin; segment:
+    ``[16]``, these segments; last: the first one that does not compete.
     """
+    at = weights[:, None] + (4 * turn * 32 * COLUMNS + gl.zeros([16, 8], gl.int32, ROWS))
+    inside = (segment + 4 * turn < last)[:, None] & (gl.zeros([16, 8], gl.int32, ROWS) == 0)
     LINE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
     thread = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LINE)))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LINE)))
@@ -112,22 +116,23 @@ def join_totals(highest, total, lane, OFF: gl.constexpr):
 
 
 @gluon.jit
-def totals_of(states_ptr, rows, COLUMNS: gl.constexpr, LANES: gl.constexpr):
-    """Log of the sum of exps of each column, ``[32]``: every ``COLUMNS`` threads have all.
+def leave_totals(states_ptr, rows, shared, COLUMNS: gl.constexpr, FLAT: gl.constexpr):
+    """Leave each warp's maximum and sum of exps of each column in ``shared``.
 
-    states_ptr: maxima and sums ``[rows, COLUMNS, 2]``.
+    states_ptr: maxima and sums ``[rows, COLUMNS, 2]``; shared: ``[256]``, maxima before
+    sums, where warp ``w`` has the places ``32 w`` to ``32 w + COLUMNS``.
     """
-    lane = gl.arange(0, 32, layout=LANES)
-    states = states_ptr.to(gl.pointer_type(gl.int64)) + lane
-    EACH: gl.constexpr = 32 // COLUMNS
-    highest = gl.full([32], NONE, gl.float32, LANES)
-    total = gl.zeros([32], gl.float32, LANES)
+    thread = gl.arange(0, 128, layout=FLAT)
+    states = states_ptr.to(gl.pointer_type(gl.int64)) + thread
+    EACH: gl.constexpr = 128 // COLUMNS
+    highest = gl.full([128], NONE, gl.float32, FLAT)
+    total = gl.zeros([128], gl.float32, FLAT)
     for begin in range(0, rows, 8 * EACH):
         tops, sums = (), ()
         top = highest
         for i in gl.static_range(8):
             row = begin + i * EACH
-            there = row + lane // COLUMNS < rows
+            there = row + thread // COLUMNS < rows
             # of none: NONE in the lower half, 0 in the upper one
             both = gl.load(states + row * COLUMNS, mask=there, other=0xF149F2CA)
             tops = tops + (both.to(gl.int32).to(gl.float32, bitcast=True),)  # type: ignore[assignment]  # noqa: RUF005
@@ -137,11 +142,26 @@ def totals_of(states_ptr, rows, COLUMNS: gl.constexpr, LANES: gl.constexpr):
         for i in gl.static_range(8):
             total += sums[i] * gl.exp2(tops[i] - top)
         highest = top
+    lane = thread % 32
     highest, total = join_totals(highest, total, lane, 16)
     if COLUMNS <= 8:
         highest, total = join_totals(highest, total, lane, 8)
     if COLUMNS <= 4:
         highest, total = join_totals(highest, total, lane, 4)
+    shared.slice(0, 128).store(highest)
+    shared.slice(128, 128).store(total)
+
+
+@gluon.jit
+def add_totals(shared, LANES: gl.constexpr):
+    """Log of the sum of exps of each column, ``[32]``: the first ``COLUMNS`` threads have all."""
+    highest = gl.full([32], NONE, gl.float32, LANES)
+    for warp in gl.static_range(WARPS):
+        highest = gl.maximum(highest, shared.slice(32 * warp, 32).load(LANES))
+    total = gl.zeros([32], gl.float32, LANES)
+    for warp in gl.static_range(WARPS):
+        top = shared.slice(32 * warp, 32).load(LANES)
+        total += shared.slice(128 + 32 * warp, 32).load(LANES) * gl.exp2(top - highest)
     return highest + log2(total)
 
 
@@ -299,13 +319,11 @@ def cut_cells_kernel(
     first_segment = begin + from_segment
     thread = gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))[None, :]
     thread = thread + gl.zeros([16, 8], gl.int32, ROWS)
+    weights = weights_ptr + (spot + from_segment) * (32 * COLUMNS)
+    AHEAD: gl.constexpr = min(64 // COLUMNS, TURNS)  # turns whose weights are in registers
     words = ()
-    for turn in gl.static_range(TURNS):
-        at = weights_ptr + (spot + from_segment + 4 * turn) * (32 * COLUMNS)
-        inside = (first_segment + 4 * turn < last)[:, None] & (thread >= 0)
-        words = words + load_words(
-            at[:, None] + gl.zeros([16, 8], gl.int32, ROWS), inside, ROWS, COLUMNS
-        )
+    for turn in gl.static_range(AHEAD):
+        words = words + load_words(weights, first_segment, turn, last, ROWS, COLUMNS)
 
     # What a weight counts: [segments, columns].
     SHARE: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [WARPS, 1], [1, 0])
@@ -319,11 +337,15 @@ def cut_cells_kernel(
     every_thread = gl.arange(0, 128, layout=FLAT)
     clear_counters(key_counters + every_thread * 64)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    totals = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    PLAIN1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    of_warps = gl.allocate_shared_memory(gl.float32, [256], PLAIN1)
+    totals = gl.allocate_shared_memory(gl.float32, [32], PLAIN1)
     states = state_ptr + job.to(gl.int64) * sums * (2 * COLUMNS)
     far = far_end - SINKS
     parts = NEAR + gl.cdiv(far, segments_of_program(far, sums - NEAR, segments))
-    totals.store(totals_of(states, parts, COLUMNS, LANES) - 1.0)  # a cell has two keys
+    leave_totals(states, parts, of_warps, COLUMNS, FLAT)
+    thread_barrier()
+    totals.store(add_totals(of_warps, LANES) - 1.0)  # a cell has two keys
     thread_barrier()
 
     total = totals.slice(0, COLUMNS).load(gl.SliceLayout(0, SHARE))
@@ -340,6 +362,10 @@ def cut_cells_kernel(
     lowest = (first_key << 5) * 0x00010001
     highest = ((first_key + KEYS - 1) << 5) * 0x00010001 + 0x001F001F
     for turn in gl.static_range(TURNS):
+        if turn > 0 and turn + AHEAD <= TURNS:
+            words = words + load_words(
+                weights, first_segment, turn + AHEAD - 1, last, ROWS, COLUMNS
+            )
         s0, s1 = gl.zeros([16, 8], gl.int32, ROWS), gl.zeros([16, 8], gl.int32, ROWS)
         for pair in gl.static_range(COLUMNS // 2):
             a = words[turn * COLUMNS + 2 * pair]  # type: ignore[var-annotated]

@@ -198,7 +198,8 @@ def weigh_cells_kernel(
     """Weights of cells, and sums over them and over keys, for requests' rows of a KV head.
 
     A program reads the keys of one segment, of the sinks or the tokens' own, or the records of
-    others: ``segments`` of them or more.  ``members`` programs for each request and KV head.
+    others, ``segments`` of them or more, for 8 columns of scratch.  ``members`` programs for each
+    request, KV head and 8 columns.
     """
     GROUP: gl.constexpr = SHAPE.GROUP
     NUM_KV_HEADS: gl.constexpr = SHAPE.NUM_KV_HEADS
@@ -219,12 +220,20 @@ def weigh_cells_kernel(
             "griddepcontrol.wait; // $0", "=r", [],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    job = gl.program_id(0) // members
-    member = gl.program_id(0) % members
+    # The programs of all columns and KV heads read the same pages, side by side.  Those of near
+    # segments are the last ones: they are short.
+    jobs = gl.num_programs(0) // (PARTS * (members - NEAR) + NEAR)
+    all_far = jobs * PARTS * (members - NEAR)
+    is_near = gl.program_id(0) >= all_far
+    number = gl.where(is_near, gl.program_id(0) - all_far, gl.program_id(0) // PARTS)
+    part = gl.where(is_near, 0, gl.program_id(0) % PARTS)
+    each = gl.where(is_near, NEAR, members - NEAR)
+    kv_head = number % NUM_KV_HEADS
+    member = number // NUM_KV_HEADS % each + gl.where(is_near, 0, NEAR)
+    request = number // NUM_KV_HEADS // each
+    job = request * NUM_KV_HEADS + kv_head
     if member == 0:
         gl.store(counter_ptr + job, 0)  # for the programs that cut
-    request = job // NUM_KV_HEADS
-    kv_head = job % NUM_KV_HEADS
     seq_len = gl.load(seq_lens_ptr + request)
     first_token = gl.load(cu_seqlens_ptr + request)
     num_tokens = gl.load(cu_seqlens_ptr + request + 1) - first_token
@@ -273,8 +282,7 @@ def weigh_cells_kernel(
     rest_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEAD_DIM // 2, 4], PLAIN2)
 
     none, zero = gl.full([32], NONE, gl.float32, LANES), gl.zeros([32], gl.float32, LANES)
-    states0 = (none, zero, none, zero)
-    states1 = states0
+    state = (none, zero, none, zero)
     turns = (end - begin + 1) // 2
     units = units_of(table, gl.minimum(begin + lane, far_end - 1), page_units, PAGE, RECORD)
     for turn in gl.static_range(STAGES - 1):
@@ -285,28 +293,21 @@ def weigh_cells_kernel(
         async_copy.commit_group()
     column = (g & 3) if TWO else g
     left = 8 * (k & 1 if TWO else k)  # the thread of the first column of this thread's products
-    queries, heads, squares, factors, mean_factors, spreads = (), (), (), (), (), ()
-    for part in gl.static_range(PARTS):
-        row = 8 * part + column
-        live = (row < ROWS) & (row // GROUP < num_tokens)
-        at = q_row + (row // GROUP) * q_strides[0] + (row % GROUP) * q_strides[1]
-        largest = largest_channel(at, live, k, DTYPE, HEAD_DIM)
-        unit = MOST_LEVEL / largest
-        # A power of two, so that a query of 16 bits stays what it is: means may be hundreds.
-        unit_of_mean = (unit.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        words = query_columns(at, live, unit, k, DTYPE, HEAD_DIM)
-        queries = queries + (words,)  # type: ignore[assignment]  # noqa: RUF005
-        of = g // (16 // SPLIT)
-        words = query_rows(at, live, unit_of_mean, of, k, DTYPE, SPLIT, HEAD_DIM)
-        heads = heads + (words,)  # type: ignore[assignment]  # noqa: RUF005
-        words = query_squares(at, live, 1.0 / largest, of, k, DTYPE, SPLIT, HEAD_DIM)
-        squares = squares + (words,)  # type: ignore[assignment]  # noqa: RUF005
-        factor = qk_scale / (32.0 * unit)
-        both = (shuffle(factor, left), shuffle(factor, left + 4))
-        factors = factors + (both,)  # type: ignore[assignment]  # noqa: RUF005
-        mean_factors = mean_factors + (qk_scale / unit_of_mean,)  # type: ignore[assignment]  # noqa: RUF005
-        spread = largest * qk_scale * LN2
-        spreads = spreads + (spread * spread,)  # type: ignore[assignment]  # noqa: RUF005
+    row = 8 * part + column
+    live = (row < ROWS) & (row // GROUP < num_tokens)
+    at = q_row + (row // GROUP) * q_strides[0] + (row % GROUP) * q_strides[1]
+    largest = largest_channel(at, live, k, DTYPE, HEAD_DIM)
+    unit = MOST_LEVEL / largest
+    # A power of two, so that a query of 16 bits stays what it is: means may be hundreds.
+    unit_of_mean = (unit.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    query = query_columns(at, live, unit, k, DTYPE, HEAD_DIM)
+    of = g // (16 // SPLIT)
+    heads = query_rows(at, live, unit_of_mean, of, k, DTYPE, SPLIT, HEAD_DIM)
+    squares = query_squares(at, live, 1.0 / largest, of, k, DTYPE, SPLIT, HEAD_DIM)
+    factor = qk_scale / (32.0 * unit)
+    factors = (shuffle(factor, left), shuffle(factor, left + 4))
+    mean_factor = qk_scale / unit_of_mean
+    spread = largest * qk_scale * LN2
     for turn in range(turns):
         async_copy.wait_group(STAGES - 2)
         thread_barrier()
@@ -325,47 +326,37 @@ def weigh_cells_kernel(
             rest_ring.index(turn % STAGES), SPLIT, HEAD_DIM,
         )  # fmt: skip
         at_segment = begin + turn * 2
-        for part in gl.static_range(PARTS):
-            to_weights, to_tops = weights_ptr + part * 32, tops_ptr + 8 * part
-            mean = product_of_parts(heads[part], read[4], MEANS, SPLIT, k, g)
-            mean *= mean_factors[part]
-            variance = product_of_parts(squares[part], read[5], VARIANCES, SPLIT, k, g)
-            gain = (gl.sqrt(1.0 + variance * spreads[part]) - 1.0) * LOG2E
-            head = g % (16 // SPLIT)
-            segment = at_segment + (k >> 1)
-            to_gain = gains_ptr + (spot + segment) * COLUMNS + (8 * part + head)
-            first = (k % 2 == 0) & (g < 16 // SPLIT) & (head < COLUMNS) & (segment < end)
-            gl.store(to_gain, gain, mask=first)
-            state = states0 if part == 0 else states1
-            if TWO:
-                products = cell_products(read, queries[part], 0, g, k, factors[part], W, True)
-                source = (k & 1) * 8 + k
-                base = (shuffle(mean, source), shuffle(mean, source + 4))
-                state = weigh_cells(
-                    products, base, state, spot + segment, k & 1, segment < end,
-                    to_weights, to_tops, g, COLUMNS,
-                )  # fmt: skip
-            else:
-                for r in gl.static_range(2):
-                    products = cell_products(read, queries[part], r, g, k, factors[part], W, False)
-                    base = (shuffle(mean, 8 * k + 2 * r), shuffle(mean, 8 * k + 2 * r + 4))
-                    segment = at_segment + r + 0 * k
-                    state = weigh_cells(
-                        products, base, state, spot + segment, k, segment < end,
-                        to_weights, to_tops, g, COLUMNS,
-                    )  # fmt: skip
-            if part == 0:
-                states0 = state
-            else:
-                states1 = state
-    for part in gl.static_range(PARTS):
-        state = states0 if part == 0 else states1
-        state = join_state(join_state(join_state(state, lane, 4), lane, 8), lane, 16)
+        mean = product_of_parts(heads, read[4], MEANS, SPLIT, k, g) * mean_factor
+        variance = product_of_parts(squares, read[5], VARIANCES, SPLIT, k, g)
+        gain = (gl.sqrt(1.0 + variance * (spread * spread)) - 1.0) * LOG2E
+        head = g % (16 // SPLIT)
+        segment = at_segment + (k >> 1)
+        to_gain = gains_ptr + (spot + segment) * COLUMNS + (8 * part + head)
+        first = (k % 2 == 0) & (g < 16 // SPLIT) & (head < COLUMNS) & (segment < end)
+        gl.store(to_gain, gain, mask=first)
         if TWO:
-            state = join_state(state, lane, 2)
-        at = states + 2 * (8 * part + 2 * k)
-        keep = (g == 0) & (8 * part + 2 * k < COLUMNS)
-        gl.store(at, state[0], mask=keep)
-        gl.store(at + 1, 2.0 * state[1], mask=keep)
-        gl.store(at + 2, state[2], mask=keep)
-        gl.store(at + 3, 2.0 * state[3], mask=keep)
+            products = cell_products(read, query, 0, g, k, factors, W, True)
+            source = (k & 1) * 8 + k
+            base = (shuffle(mean, source), shuffle(mean, source + 4))
+            state = weigh_cells(
+                products, base, state, spot + segment, k & 1, segment < end,
+                weights_ptr, tops_ptr, g, COLUMNS,
+            )  # fmt: skip
+        else:
+            for r in gl.static_range(2):
+                products = cell_products(read, query, r, g, k, factors, W, False)
+                base = (shuffle(mean, 8 * k + 2 * r), shuffle(mean, 8 * k + 2 * r + 4))
+                segment = at_segment + r + 0 * k
+                state = weigh_cells(
+                    products, base, state, spot + segment, k, segment < end,
+                    weights_ptr + part * 32, tops_ptr + 8 * part, g, COLUMNS,
+                )  # fmt: skip
+    state = join_state(join_state(join_state(state, lane, 4), lane, 8), lane, 16)
+    if TWO:
+        state = join_state(state, lane, 2)
+    at = states + 2 * (8 * part + 2 * k)
+    keep = (g == 0) & (8 * part + 2 * k < COLUMNS)
+    gl.store(at, state[0], mask=keep)
+    gl.store(at + 1, 2.0 * state[1], mask=keep)
+    gl.store(at + 2, state[2], mask=keep)
+    gl.store(at + 3, 2.0 * state[3], mask=keep)
