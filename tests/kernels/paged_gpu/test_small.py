@@ -168,6 +168,7 @@ def test_a_budget_far_above_all_contexts_needs_no_list_that_long() -> None:
 
 def test_equal_scores_go_to_the_lower_index() -> None:
     problem = make_problem([(32, 640)], device=DEVICE)
+    problem.q.mul_(8.0).round_()  # sums of small integers are exact, in whatever order
     problem.keys[0] = torch.ones_like(problem.keys[0])
     oracle_check.fill(problem)
     (chosen,) = select(problem)

@@ -29,12 +29,8 @@ def decode_config(
     sel_block: int,
     arch: int,
     num_sms: int,
-    least: int = 2,
 ) -> TileConfig:
-    """Split-KV decoding: all heads of a group and ``queries`` tokens in one tile.
-
-    least: pieces of a program.
-    """
+    """Split-KV decoding: all heads of a group and ``queries`` tokens in one tile."""
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
     block_m = max(16, queries * block_h)
@@ -42,7 +38,7 @@ def decode_config(
     pieces = blocks if sel_block >= block_n else -(-blocks * sel_block // block_n)
     programs = tiles * num_kv_heads
     narrow = is_hopper(arch) and head_dim <= 128 and block_m == 16
-    splits = choose_splits(programs, pieces, (4 if narrow else 2) * num_sms, least=least)
+    splits = choose_splits(programs, pieces, (4 if narrow else 2) * num_sms, least=1)
     return TileConfig(
         block_h=block_h,
         queries=queries,

@@ -72,8 +72,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         }
         if decode:
             most = max(_MOST_ROWS // next_power_of_2(group), 1)
-            queries = min(tile, most) if topk else tile
-            config = decode_config(**sizes, queries=queries, least=1 if policy.alignment else 2)
+            config = decode_config(**sizes, queries=min(tile, most) if topk else tile)
         else:
             config = prefill_config(**sizes, tile=tile, itemsize=q.element_size())
     if (
