@@ -15,41 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from sparsek_backend.bench.loads import Limits
+from sparsek_backend.bench.plan import Row
 from sparsek_backend.bench.timing import quantile
 
 PAST_ITS_BEST = 0.8
 """A backend's sweep ends after a rate whose goodput is less than this share of its best."""
 
-Row = dict[str, Any]
-
 
 @dataclass
 class Answer:
-    """One request: times in seconds since its rate began, prompts in tokens.
+    """One request: times in seconds since its rate began, prompts in tokens."""
 
-    Args:
-        session: number of its session.
-        turn: number in the session.
-        prompt: tokens of the prompt.
-        ideal: those that a prefix cache without end would have.
-        due: when it was sent.
-        first: when its first token came; None if none did.
-        end: when its last token came, or when it was cut off.
-        tokens: tokens that came.
-        cached: prompt tokens that the server's prefix cache had.
-        finished: whether the answer is whole.
-    """
-
-    session: int
-    turn: int
-    prompt: int
-    ideal: int
-    due: float
-    first: float | None = None
-    end: float = 0.0
-    tokens: int = 0
-    cached: int = 0
-    finished: bool = False
+    session: int  # number of its session
+    turn: int  # number in the session
+    prompt: int  # tokens of the prompt
+    ideal: int  # those that a prefix cache without end would have
+    due: float  # when it was sent
+    first: float | None = None  # when its first token came; None if none did
+    end: float = 0.0  # when its last token came, or when it was cut off
+    tokens: int = 0  # tokens that came
+    cached: int = 0  # prompt tokens that the server's prefix cache had
+    finished: bool = False  # whether the answer is whole
 
     @property
     def ttft(self) -> float:

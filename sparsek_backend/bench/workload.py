@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from sparsek_backend.bench.ops import get_op
+from sparsek_backend.bench.ops import OPS
 from sparsek_backend.bench.registry import BenchOp, Case
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import TimingKind
@@ -87,7 +87,9 @@ def parse_workloads(document: object, source: str) -> list[Workload]:
 
 
 def _workload(entry: _Entry, defaults: dict[str, Any], source: str) -> Workload:
-    where, op = f"{source}: workload {entry.name!r}", get_op(entry.op)
+    where, op = f"{source}: workload {entry.name!r}", OPS.get(entry.op)
+    if op is None:
+        raise ValueError(f"{where}: op: expected one of {', '.join(OPS)}, got {entry.op!r}")
     for name in entry.params:
         if name not in op.defaults:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -10,10 +11,10 @@ import torch
 import sparsek_kernels
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
-from sparsek_backend.bench.ops.sink_window import Entry, Maker, providers, register_passes
+from sparsek_backend.bench.ops.sink_window import Entry, Maker, providers
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs, draw_inputs
 from sparsek_backend.bench.oracle import MaskRule
-from sparsek_backend.bench.registry import OURS, Case, Param, Provider
+from sparsek_backend.bench.registry import OURS, BenchOp, Case, Param, Provider
 from sparsek_backend.patterns import BlockSparsePattern
 
 DEFAULTS: dict[str, Param] = {
@@ -140,9 +141,17 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     return providers(inputs, entries, backward=backward)
 
 
-register_passes(
-    "block_sparse",
-    ("attention over random blocks, forward", "the same, backward alone (dq, dk and dv)"),
-    DEFAULTS,
-    _build,
+OPS = (
+    BenchOp(
+        "block_sparse_fwd",
+        "attention over random blocks, forward",
+        DEFAULTS,
+        partial(_build, backward=False),
+    ),
+    BenchOp(
+        "block_sparse_bwd",
+        "the same, backward alone (dq, dk and dv)",
+        DEFAULTS,
+        partial(_build, backward=True),
+    ),
 )

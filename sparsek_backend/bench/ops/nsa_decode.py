@@ -18,7 +18,6 @@ from sparsek_backend.bench.registry import (
     Outputs,
     Param,
     Provider,
-    register,
 )
 from sparsek_kernels.nsa.api import nsa_compress, nsa_select
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
@@ -45,21 +44,13 @@ SPEC = NSASpec()
 
 @dataclass(frozen=True)
 class Inputs:
-    """A filled cache of one layer, and the tokens that are decoded.
+    """A filled cache of one layer, and the tokens that are decoded."""
 
-    Args:
-        q: [T, Hq, D].
-        pages: keys, values and compressed rows, pages in random order.
-        batch: one query token for each request.
-        compression: random weights of the learnable map, with a rotary embedding.
-        window_size: tokens of the sliding branch.
-    """
-
-    q: torch.Tensor
-    pages: NSAPages
-    batch: PagedBatch
-    compression: Compression
-    window_size: int
+    q: torch.Tensor  # [T, Hq, D]
+    pages: NSAPages  # keys, values and compressed rows, pages in random order
+    batch: PagedBatch  # one query token for each request
+    compression: Compression  # random weights of the learnable map, with a rotary embedding
+    window_size: int  # tokens of the sliding branch
 
     @property
     def scale(self) -> float:
@@ -283,6 +274,8 @@ def _build(case: Case, device: torch.device) -> list[Provider]:
     ]
 
 
-register(
-    BenchOp("nsa_decode", "one decode step of native sparse attention over pages", DEFAULTS, _build)
+OPS = (
+    BenchOp(
+        "nsa_decode", "one decode step of native sparse attention over pages", DEFAULTS, _build
+    ),
 )

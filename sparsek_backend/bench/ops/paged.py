@@ -30,7 +30,6 @@ from sparsek_backend.bench.registry import (
     Outputs,
     Provider,
     Unavailable,
-    register,
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.index.base import Indexers
@@ -401,15 +400,13 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
     return scored, read
 
 
-register(BenchOp("paged_decode", "a decode step, selection included", DEFAULTS, _build_decode))
-register(
-    BenchOp("paged_select", "the block selection of a decode step alone", DEFAULTS, _build_select)
-)
-register(
+OPS = (
+    BenchOp("paged_decode", "a decode step, selection included", DEFAULTS, _build_decode),
+    BenchOp("paged_select", "the block selection of a decode step alone", DEFAULTS, _build_select),
     BenchOp(
         "paged_prefill",
         "one prompt prefilled in chunks, selection included",
         {**DEFAULTS, "chunk": 16384, "lists": "", "layer": 0},
         _build_prefill,
-    )
+    ),
 )
