@@ -198,23 +198,18 @@ def register_mode(name: str) -> None:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Settings with the source of every field.
+    """Settings with the source of every field."""
 
-    Args:
-        config: the merged settings; ``config.mode`` is never ``auto``.
-        sources: for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it.
-        infllm: what the model's own selection is, where the settings follow it.
-        seer: the gates of mode ``seer``.
-        nsa: settings of a natively sparse model; mode ``nsa`` and no other goes with them.
-        batch_invariant: whether a request's result may depend on nothing but the request; the
-            config then selects per token.
-    """
-
-    config: SparsityConfig
+    config: SparsityConfig  # the merged settings; ``config.mode`` is never ``auto``
+    # for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it
     sources: Mapping[str, str]
+    # what the model's own selection is, where the settings follow it
     infllm: InfLLMSelection | None = None
-    seer: SeerSelection | None = None
+    seer: SeerSelection | None = None  # the gates of mode ``seer``
+    # settings of a natively sparse model; mode ``nsa`` and no other goes with them
     nsa: NSAConfig | None = None
+    # whether a request's result may depend on nothing but the request; the config then selects per
+    # token
     batch_invariant: bool = False
 
     @property

@@ -31,19 +31,12 @@ _SETUP = "bash deploy/quickstart.sh"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Args:
-        subject: what was looked at.
-        status: ``problem`` means that serving would not work.
-        detail: what was found.
-        remedy: the command that mends it, or an empty string.
-    """
-
-    subject: str
-    status: Status
-    detail: str
-    remedy: str = ""
+    subject: str  # what was looked at
+    status: Status  # ``problem`` means that serving would not work
+    detail: str  # what was found
+    remedy: str = ""  # the command that mends it, or an empty string
 
 
 def _problem(subject: str, detail: str, remedy: str) -> Finding:

@@ -25,21 +25,13 @@ _REMEDY = "remedy: set gates to a folder of SeerAttention-R's gates, or mode blo
 
 @dataclass(frozen=True)
 class SeerSelection:
-    """Gates that rank blocks for decoded tokens (SeerAttention-R, arXiv 2506.08889, section 3).
+    """Gates that rank blocks for decoded tokens (SeerAttention-R, arXiv 2506.08889, section 3)."""
 
-    Args:
-        weights: the file of the gates.
-        block_size: tokens of a block that has one gate key.
-        token_budget: tokens that a decoded token attends.
-        start_layer: layers before it attend everything.
-        use_qk_norm: whether gate queries and keys are normalised.
-    """
-
-    weights: Path
-    block_size: int
-    token_budget: int
-    start_layer: int
-    use_qk_norm: bool
+    weights: Path  # the file of the gates
+    block_size: int  # tokens of a block that has one gate key
+    token_budget: int  # tokens that a decoded token attends
+    start_layer: int  # layers before it attend everything
+    use_qk_norm: bool  # whether gate queries and keys are normalised
 
     @classmethod
     def read(cls, gates: object) -> SeerSelection:

@@ -29,19 +29,12 @@ Order = Literal["contiguous", "zigzag"] | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of one sequence on one rank.
+    """Consecutive tokens of one sequence on one rank."""
 
-    Args:
-        sequence: first token of the sequence in the stream.
-        start: first token in the stream.
-        stop: token past the last one.
-        row: row of the rank's shard that holds the first token.
-    """
-
-    sequence: int
-    start: int
-    stop: int
-    row: int
+    sequence: int  # first token of the sequence in the stream
+    start: int  # first token in the stream
+    stop: int  # token past the last one
+    row: int  # row of the rank's shard that holds the first token
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -28,21 +28,15 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class Mass:
-    """Share of the exact mass that a layer's selection catches, mean over queries and query heads.
+    """Share of the mass that a layer's selection catches, mean over queries and query heads."""
 
-    Args:
-        phase: ``prefill``, where a tile shares a selection, or ``decode``, where each query has
-            its own.
-        caught: ``[Hkv]`` share of the exact mass.
-        best: ``[Hkv]`` what the best choice of ``top_k`` blocks for each query would catch.
-        attended: ``[Hkv]`` share of the keys that is attended.
-    """
-
+    # ``prefill``, where a tile shares a selection, or ``decode``, where each query has its own
     phase: str
     layer: int
-    caught: torch.Tensor
+    caught: torch.Tensor  # ``[Hkv]`` share of the exact mass
+    # ``[Hkv]`` what the best choice of ``top_k`` blocks for each query would catch
     best: torch.Tensor
-    attended: torch.Tensor
+    attended: torch.Tensor  # ``[Hkv]`` share of the keys that is attended
 
 
 def block_masses(

@@ -28,21 +28,14 @@ def _with_ends(name: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that one budget, or one server, scored.
+    """Everything that one budget, or one server, scored."""
 
-    Args:
-        label: the budget as written, or a server's label.
-        settings: its settings, ``None`` for dense or where only the server knows.
-        known: whether the settings are known: a server's are not.
-        about: its line of the record: machine, backend, seconds.
-        rows: its scores.
-    """
-
-    label: str
+    label: str  # the budget as written, or a server's label
+    # its settings, ``None`` for dense or where only the server knows
     settings: Mapping[str, Any] | None
-    known: bool
-    about: Row
-    rows: Sequence[Row]
+    known: bool  # whether the settings are known: a server's are not
+    about: Row  # its line of the record: machine, backend, seconds
+    rows: Sequence[Row]  # its scores
 
     def share(self, phase: str, length: int) -> float | None:
         """Attended share of the ``prefill`` or the ``decode`` at a length, where it is known."""

@@ -26,19 +26,13 @@ Terms = tuple[bool, int, int | None, int]
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys ``j`` a query ``i`` of a sequence with N queries and M keys sees.
+    """Which keys ``j`` a query ``i`` of a sequence with N queries and M keys sees."""
 
-    Args:
-        causal: whether ``j <= i + shift``.
-        top_left: ``shift`` is 0, else ``M - N`` (bottom-right aligned).
-        window_size: also ``j > i + shift - window_size``; ``None`` for no such bound.
-        num_sink: keys below this are exempt from ``window_size``.
-    """
-
-    causal: bool = False
-    top_left: bool = False
+    causal: bool = False  # whether ``j <= i + shift``
+    top_left: bool = False  # ``shift`` is 0, else ``M - N`` (bottom-right aligned)
+    # also ``j > i + shift - window_size``; ``None`` for no such bound
     window_size: int | None = None
-    num_sink: int = 0
+    num_sink: int = 0  # keys below this are exempt from ``window_size``
 
     def terms(self, num_q: int, num_k: int) -> Terms:
         """``(causal, shift, window_size, num_sink)`` of a sequence, as the torch path takes it."""
@@ -47,21 +41,15 @@ class Band:
 
 @dataclass(frozen=True)
 class Segments:
-    """Sequences packed along the token axis of a batch of one.
+    """Sequences packed along the token axis of a batch of one."""
 
-    Args:
-        q_info: xFormers' description of the query lengths, on host and device.
-        k_info: xFormers' description of the key lengths.
-        packed_keys: whether the keys lie back to back (else gaps, padding or pages between them).
-        block_table: ``[S, max_pages]`` int32 physical pages of each sequence, or ``None``.
-        page_size: tokens in a page.
-    """
-
-    q_info: Any
-    k_info: Any
+    q_info: Any  # xFormers' description of the query lengths, on host and device
+    k_info: Any  # xFormers' description of the key lengths
+    # whether the keys lie back to back (else gaps, padding or pages between them)
     packed_keys: bool = True
+    # ``[S, max_pages]`` int32 physical pages of each sequence, or ``None``
     block_table: torch.Tensor | None = None
-    page_size: int = 0
+    page_size: int = 0  # tokens in a page
 
     def query_intervals(self) -> list[Interval]:
         """Half-open token ranges of the sequences' queries."""
