@@ -52,7 +52,6 @@ def describe_machine(device: torch.device, commit: str = "") -> Machine:
     """Collect versions and names of the present machine.
 
     Args:
-        device: what is measured.
         commit: to record in place of the checkout's, where there is no git.
     """
     is_cuda = device.type == "cuda"

@@ -72,7 +72,6 @@ def fetch_model(directory: Path | None = None, *, progress: Progress = print_pro
 
     Args:
         directory: destination; by default ``~/.cache/sparsek/smollm2-135m-instruct``.
-        progress: called with one line of text for each step.
 
     Returns:
         The folder, absolute.
@@ -89,9 +88,6 @@ def fetch_model(directory: Path | None = None, *, progress: Progress = print_pro
 
 def download_model(name: str) -> Path:
     """Return the folder of a model of the Hugging Face Hub, downloaded where it is not there yet.
-
-    Args:
-        name: such as ``Qwen/Qwen3-8B``.
 
     Raises:
         OSError, ValueError: the Hub has no such model, or it cannot be reached or read.

@@ -37,9 +37,6 @@ class SeerSelection:
     def read(cls, gates: object) -> SeerSelection:
         """Read a folder of gates; absent fields of its config have SeerAttention-R's defaults.
 
-        Args:
-            gates: path of the folder.
-
         Raises:
             ConfigError: it is no such folder, or its gates are computed in another way.
         """

@@ -27,8 +27,6 @@ def compare_rows(a_rows: list[Row], b_rows: list[Row], tolerance: float) -> list
     """Our rows matched by op, case and spec, those of one file last.
 
     Args:
-        a_rows: the baseline.
-        b_rows: what is judged.
         tolerance: slower by more than this share is a regression; 0.05 is five per cent.
 
     Raises:

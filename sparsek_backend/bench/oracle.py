@@ -87,12 +87,8 @@ def attend_head(
         q: [N, G, D], the query heads that share the KV head.
         k: [M, D].
         v: [M, D].
-        rule: the mask.
         dtype: torch.float64 for the oracle, the inputs' own for "what plain torch would give".
-        softmax_scale: factor on q . k.
         sinks: [G] extra logits in the denominator.
-        dout: [N, G, D].
-        chunk: queries at a time.
     """
     num_queries, num_keys = len(q), len(k)
     tensors = [x.detach().to(dtype) for x in (q, k, v, *([] if sinks is None else [sinks]))]
@@ -147,7 +143,6 @@ def compare(
     ``_SLACK`` is for tensors that plain torch gets exactly right.
 
     Args:
-        names: names of the tensors.
         got: what the provider computed.
         exact: fp64 oracle.
         plain: plain torch in the inputs' dtype.

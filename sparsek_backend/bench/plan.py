@@ -57,7 +57,6 @@ class Plan:
         """What a worker finds with one backend's engine.
 
         Args:
-            worker: its module.
             job: what it gets beside the engine.
             label: names it in errors and progress.
 

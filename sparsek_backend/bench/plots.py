@@ -17,7 +17,6 @@ def plot_csv(csv_path: Path, out_dir: Path) -> list[Path]:
     """Draw one PNG per op of a result file: times, and ours against each peer.
 
     Raises:
-        ImportError: matplotlib is missing; the message has the install command.
         ValueError: the file is no result file.
     """
     pyplot = import_pyplot()

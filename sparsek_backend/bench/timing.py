@@ -85,11 +85,7 @@ def time_interleaved(
     call would otherwise run at the clock that the call before it left.
 
     Args:
-        timed: the calls.
-        device: where they run.
         budget_ms: time to spend on samples of all calls together; `min_samples` wins over it.
-        min_samples: least samples of each.
-        max_samples: most samples of each.
     """
     clock = _CudaClock(device) if device.type == "cuda" else _WallClock()
     for call in timed:

@@ -26,9 +26,6 @@ class Channel:
 
     It does not keep the group: one that outlived ``destroy_process_group`` would run its threads
     until the interpreter ends, which may abort the process.
-
-    Args:
-        group: the ranks of a mesh.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

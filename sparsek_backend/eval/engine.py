@@ -36,13 +36,10 @@ def open_engine(
     """A `vllm.LLM`.
 
     Args:
-        model: model folder or name.
         settings: the `sparsek` settings, or None for another backend.
         baseline: that other backend; None is vLLM's own choice.
         in_process: whether the engine core runs in this process, so that its counters can be read
             here; False is how a server runs it.
-        create: makes another engine of the same arguments.
-        **arguments: further arguments of `vllm.LLM`.
 
     Raises:
         ImportError: vLLM is not installed; the message has the install command.
@@ -115,10 +112,6 @@ def open_scoring_engine(model: str, **arguments: Any) -> Any:
     """A `vllm.LLM` that needs no tokenizer and takes tokens to force.
 
     vLLM's first model runner is chosen: its logits processors are the same in every version.
-
-    Args:
-        model: model folder or name.
-        **arguments: of :func:`open_engine`.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     arguments.setdefault("skip_tokenizer_init", True)
@@ -133,7 +126,6 @@ class LocalScorer:
     """A :class:`Scorer` over an in-process engine.
 
     Args:
-        engine: of :func:`open_scoring_engine`.
         decode: token ids to text, or ``None`` where there is no tokenizer.
     """
 

@@ -178,11 +178,7 @@ def phase_summaries(masses: Sequence[Mass]) -> list[str]:
 
 
 def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
-    """Draw a heat map for each phase: the caught share for each layer and KV head.
-
-    Raises:
-        ImportError: matplotlib is missing; the message has the install command.
-    """
+    """Draw a heat map for each phase: the caught share for each layer and KV head."""
     pyplot = import_pyplot()
     layers = len({mass.layer for mass in masses})
     heads = len(masses[0].caught)

@@ -20,9 +20,6 @@ def plot_accuracy(rows: Sequence[Row], path: Path, model: str) -> Path:
     Args:
         rows: of :func:`sparsek_backend.eval.results.retrieval_rows`.
         model: its name, for the title.
-
-    Raises:
-        ImportError: matplotlib is missing; the message has the install command.
     """
     pyplot = import_pyplot()
     means = [row for row in rows if row["task"] == MEAN] or list(rows)

@@ -37,10 +37,7 @@ def run_worker(
     """Run one worker to its end.
 
     Args:
-        module: the worker's module.
-        job: its input, JSON.
         label: names it in errors.
-        on_progress: gets each progress line.
         timeout: seconds without any output after which the worker is ended; None waits for ever.
 
     Raises:

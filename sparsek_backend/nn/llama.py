@@ -157,12 +157,7 @@ class NSALlamaDecoderLayer(nn.Module):
 
 
 class NSALlamaModel(nn.Module):
-    """Embedding, layers and last norm.
-
-    Args:
-        config: sizes.
-        mesh: ranks that share each sequence (context parallelism); one dimension.
-    """
+    """Embedding, layers and last norm."""
 
     def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()

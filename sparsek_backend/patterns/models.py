@@ -173,7 +173,6 @@ def observe_model(
     """Run a model, attending everything, and show each layer's batches to its learner.
 
     Args:
-        model: a Transformers model whose layers call its attention functions.
         learners: by layer index, for every layer.
         batches: token ids ``[B, N]`` without padding, N the tokens that the learners are for.
     """

@@ -21,8 +21,6 @@ def draw(
     Args:
         mask: ``[P, R, C]`` bool, the listed blocks.
         mass: ``[P, R, C]`` fp32, their weights; all weigh the same when ``None``.
-        block_size: tokens along a side of a block.
-        patterns: which to draw.
     """
     try:
         from matplotlib.colors import PowerNorm

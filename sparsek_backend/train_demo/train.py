@@ -55,7 +55,6 @@ class Trainer:
     """One model, its optimiser and its checkpoint.
 
     Args:
-        config: the run.
         kind: the attention, ``nsa`` or ``dense``.
         folder: where the checkpoint lives, of any number of ranks; made if it is missing.
         device: where to train; bf16 autocast on CUDA, fp32 on the CPU.

@@ -26,9 +26,7 @@ class LazyMask(torch.Tensor):
     Every model takes eager's mask, whatever it does with it.
 
     Args:
-        rule: the keys that every query sees.
         shape: sequences, queries and keys.
-        device: where the mask is, if it is made.
         dtype: floating, as the numbers that the mask is added to.
     """
 

@@ -132,8 +132,6 @@ def visibility_of(mask_function: Callable[..., Any], num_k: int, offset: int) ->
     The functions are closures; their name says which they are and their variables hold the rest.
 
     Args:
-        mask_function: the rule for one query and key, as ``create_*_mask`` composed it.
-        num_k: keys.
         offset: position of the first key.
 
     Returns:

@@ -88,8 +88,6 @@ def gate_tiles(
     """Check a few tiles: the selection by exact scores, then the output over that selection.
 
     Args:
-        inputs: the case.
-        tiles: what to check.
         policy: what the provider attends; dense for dense peers.
         out: [T, Hq, D].
         steps: the calls of the op that made ``out``.

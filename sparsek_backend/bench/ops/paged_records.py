@@ -86,11 +86,9 @@ def gate_records(
     """Check the choice of some requests, and their outputs over the kernels' own lists.
 
     Args:
-        inputs: the case.
         tiles: the last token of each of these requests.
         policy: of single tokens.
         out: [T, Hq, D].
-        batch: decodes.
     """
     chosen, worst = chosen_lists(inputs, batch, policy), 0.0
     for tile in tiles:

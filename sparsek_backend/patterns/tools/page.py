@@ -47,15 +47,10 @@ def write_page(patterns: ModelPatterns, folder: Path, *, head_dim: int = 64) -> 
     """Write ``layer_000.png`` and so on, and ``index.html``, which needs no other file.
 
     Args:
-        patterns: of the layers.
         folder: made if it is missing.
-        head_dim: elements of a head, for the flops.
 
     Returns:
         The files, the page last.
-
-    Raises:
-        ImportError: matplotlib is missing; the message has the install command.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written, rows, figures = [], [], []

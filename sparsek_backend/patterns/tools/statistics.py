@@ -45,8 +45,6 @@ def pattern_statistics(
     """The statistics of a pattern, under causality.
 
     Args:
-        pattern: on any device.
-        head_dim: elements of a head.
         heads: query heads, P by default.
     """
     mask = pattern.mask().cpu()
