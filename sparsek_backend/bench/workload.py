@@ -21,6 +21,7 @@ from sparsek_backend.bench.ops import OPS
 from sparsek_backend.bench.registry import BenchOp, Case
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import TimingKind
+from sparsek_backend.infllm import describe
 
 
 class _Entry(BaseModel, extra="forbid"):
@@ -75,10 +76,7 @@ def parse_workloads(document: object, source: str) -> list[Workload]:
     try:
         file = _File.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        message = f"{source}: {place}: {first['msg']}, got {first['input']!r}"
-        raise ValueError(message) from error
+        raise ValueError(f"{source}: {describe(error)}") from error
     names = [(entry.op, entry.name) for entry in file.workloads]
     for op, name in names:
         if names.count((op, name)) > 1:

@@ -276,11 +276,11 @@ def test_a_wrong_kernel_is_red_and_exits_1(tmp_path: Path, monkeypatch: pytest.M
     ("entry", "message"),
     [
         ({"op": "nope", "name": "x", "specs": ["q1"]}, "expected one of"),
-        ({"op": "sink_window_fwd", "name": "x"}, "w.yaml: workloads.0.specs: Field required"),
+        ({"op": "sink_window_fwd", "name": "x"}, "w.yaml: workloads.0.specs: field required"),
         ({"op": "sink_window_fwd", "name": "x", "specs": ["z"]}, "workload 'x': spec: expected"),
         (
             {"op": "sink_window_fwd", "name": "x", "specs": "q1"},
-            "workloads.0.specs: Input should be a valid list, got 'q1'",
+            "workloads.0.specs: expected a valid list, got 'q1'",
         ),
         (
             {"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "params": {"windw": 1}},
@@ -288,7 +288,7 @@ def test_a_wrong_kernel_is_red_and_exits_1(tmp_path: Path, monkeypatch: pytest.M
         ),
         (
             {"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "sped": 1},
-            "workloads.0.sped: Extra inputs",
+            "workloads.0.sped: extra inputs",
         ),
         (
             {"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "timing": "hot"},
