@@ -21,19 +21,12 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 @dataclass(frozen=True)
 class LayerSite:
-    """Where a layer is.
+    """Where a layer is."""
 
-    Args:
-        index: its position in the model.
-        num_kv_heads: KV heads that this rank has of it.
-        owns_pages: whether it writes the pages that it reads.
-        device: where it runs.
-    """
-
-    index: int
-    num_kv_heads: int
-    owns_pages: bool
-    device: torch.device
+    index: int  # its position in the model
+    num_kv_heads: int  # KV heads that this rank has of it
+    owns_pages: bool  # whether it writes the pages that it reads
+    device: torch.device  # where it runs
 
     def own_heads(self, total: int) -> slice:
         """Which of a layer's ``total`` KV heads this rank has; ranks beyond them share one."""
@@ -44,15 +37,10 @@ class LayerSite:
 
 @dataclass(frozen=True, eq=False)
 class LayerSelection:
-    """What a layer attends.
+    """What a layer attends."""
 
-    Args:
-        policy: of both phases.
-        indexers: what chooses the blocks of each phase that selects.
-    """
-
-    policy: StepPolicy
-    indexers: Indexers
+    policy: StepPolicy  # of both phases
+    indexers: Indexers  # what chooses the blocks of each phase that selects
 
 
 Builder: TypeAlias = Callable[[StepPolicy, Engine, LayerSite], Indexers]

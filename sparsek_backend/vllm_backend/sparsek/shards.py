@@ -27,16 +27,11 @@ class ContextRanks:
     """The ranks of a group, which have the same KV heads and neighbouring query heads.
 
     Page ``n`` of a sequence is on rank ``n % size``, as that rank's page ``n // size``.
-
-    Args:
-        group: their process group.
-        rank: this process's place in it.
-        size: how many there are.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
+    group: dist.ProcessGroup  # their process group
+    rank: int  # this process's place in it
+    size: int  # how many there are
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[ranks, ...]``: a tensor of every rank."""
@@ -78,15 +73,10 @@ class ContextRanks:
 
 @dataclass(frozen=True)
 class GatheredPrefills:
-    """Some of a step's prefills, over pages that are gathered from all ranks.
+    """Some of a step's prefills, over pages that are gathered from all ranks."""
 
-    Args:
-        batch: the requests; their block table counts gathered pages.
-        pages: ``[n]`` int64 pages of this rank's cache that their sequences have.
-    """
-
-    batch: PagedBatch
-    pages: torch.Tensor
+    batch: PagedBatch  # the requests; their block table counts gathered pages
+    pages: torch.Tensor  # ``[n]`` int64 pages of this rank's cache that their sequences have
 
     def gather(
         self, kv_cache: torch.Tensor, rows: torch.Tensor, ranks: ContextRanks
@@ -104,16 +94,11 @@ class GatheredPrefills:
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """A step's requests where several ranks hold their pages.
+    """A step's requests where several ranks hold their pages."""
 
-    Args:
-        ranks: these ranks.
-        batch: the step; in its block table, -1 is a page of another rank.
-        prefills: the prefills, in parts that gather :data:`GATHERED_TOKENS` or one sequence.
-    """
-
-    ranks: ContextRanks
-    batch: PagedBatch
+    ranks: ContextRanks  # these ranks
+    batch: PagedBatch  # the step; in its block table, -1 is a page of another rank
+    # the prefills, in parts that gather :data:`GATHERED_TOKENS` or one sequence
     prefills: tuple[GatheredPrefills, ...]
 
     @property
