@@ -61,25 +61,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of exactly ``length`` tokens.
-
-    Args:
-        task, variant, length, index: which one it is.
-        pieces: its token ids, in pieces that many prompts share.
-        answers: what a right answer contains.
-        target: the whole right answer, whose log-likelihood is measured.
-        max_tokens: tokens to generate.
-        evidence: first token and the one behind the last of every piece that the answer rests on.
-    """
+    """A prompt of exactly ``length`` tokens."""
 
     task: str
     variant: Variant
     length: int
     index: int
-    pieces: tuple[Tokens, ...]
-    answers: tuple[Answer, ...]
-    target: Tokens
-    max_tokens: int
+    pieces: tuple[Tokens, ...]  # its token ids, in pieces that many prompts share
+    answers: tuple[Answer, ...]  # what a right answer contains
+    target: Tokens  # the whole right answer, whose log-likelihood is measured
+    max_tokens: int  # to generate
+    # first token and the one behind the last of every piece that the answer rests on
     evidence: tuple[tuple[int, int], ...]
 
     @property

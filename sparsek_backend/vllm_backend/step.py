@@ -54,7 +54,6 @@ def build_batch(
     """Translate vLLM's ``CommonAttentionMetadata``.
 
     Args:
-        common: vLLM's metadata of the step.
         decode_query_len: most query tokens of a decode.
         on_host: whether the device is the CPU.
         gathers_prefills: whether kernels gather each prefill's K and V, for which the host must
@@ -139,7 +138,6 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
 
         Args:
             common_prefix_len: ignored; shared prefixes are ordinary pages.
-            common_attn_metadata: vLLM's ``CommonAttentionMetadata``.
             fast_build: ignored.
         """
         metadata = self.assemble(common_attn_metadata)

@@ -223,7 +223,6 @@ def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:
     """Return each request's bidirectional ranges, if a new token of the step is in any.
 
     Args:
-        common: vLLM's metadata; its ranges are keyed by request.
         first_position: ``[R]`` position of each request's first new token.
     """
     ranges = getattr(common, "mm_req_doc_ranges", None)
