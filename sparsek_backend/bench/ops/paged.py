@@ -298,13 +298,9 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
     kept = inputs.k_cache.shape[1] * inputs.k_summary.shape[2] / inputs.page_size
     num_bytes = float(sum(positions) * kept)
 
-    def ours() -> Callable[[], Outputs]:
-        def call() -> Outputs:
-            return tuple(
-                select_blocks(inputs.q, inputs.k_cache, batch, policy, k_summary=inputs.k_summary)
-            )
-
-        return call
+    def call() -> Outputs:
+        q, k, k_summary = inputs.q, inputs.k_cache, inputs.k_summary
+        return tuple(select_blocks(q, k, batch, policy, k_summary=k_summary))
 
     def gate(outputs: Outputs) -> GateResult:
         for tile in decode_tiles(inputs):
@@ -313,7 +309,7 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         return GateResult(True, "cells are the best by exact score")
 
-    return [Provider(OURS, ours, gate, flops, num_bytes, reads_only=True)]
+    return [Provider(OURS, lambda: call, gate, flops, num_bytes, reads_only=True)]
 
 
 def _build_prefill(case: Case, device: torch.device) -> list[Provider]:

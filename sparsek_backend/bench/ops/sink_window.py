@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -130,22 +129,19 @@ def cost(inputs: Inputs, rule: Mask, *, backward: bool) -> tuple[float, float]:
 
 def _ours(inputs: Inputs) -> Call:
     rule = inputs.rule
-    cumulative = (inputs.cu_q, inputs.cu_k) if inputs.packed else (None, None)
-
-    def call() -> torch.Tensor:
-        result = sparsek_kernels.sink_flash_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            num_sink=rule.num_sink,
-            window_size=rule.window_size,
-            causal=rule.causal,
-            sinks=inputs.sinks,
-            cu_seqlens_q=cumulative[0],
-            cu_seqlens_k=cumulative[1],
-        )
-        return cast(torch.Tensor, result)
-
+    cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if inputs.packed else (None, None)
+    call = functools.partial(
+        sparsek_kernels.sink_flash_attention,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        num_sink=rule.num_sink,
+        window_size=rule.window_size,
+        causal=rule.causal,
+        sinks=inputs.sinks,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+    )
     return Call(call)
 
 
