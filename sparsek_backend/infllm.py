@@ -78,11 +78,7 @@ class InfLLMSelection(BaseModel):
         return self.total_blocks - self.init_blocks - max(self.local_blocks, 1)
 
     def check_trained_rule(self) -> None:
-        """Check that blocks can be scored as the model was trained.
-
-        Raises:
-            ConfigError: they cannot; the message has the field.
-        """
+        """Check that blocks can be scored as the model was trained."""
         expected = {"kernel_size": KERNEL_SIZE, "kernel_stride": KERNEL_STRIDE}
         for name, value in expected.items():
             if getattr(self, name) != value:

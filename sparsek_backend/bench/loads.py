@@ -130,11 +130,7 @@ class Session:
 
 
 def draw_sessions(load: Load, requests: int, seed: int = 0) -> list[Session]:
-    """Sessions with so many turns together; more requests begin with the same sessions.
-
-    Raises:
-        ValueError: fewer than one request.
-    """
+    """Sessions with so many turns together; more requests begin with the same sessions."""
     if requests < 1:
         raise ValueError(f"requests: expected a positive integer, got {requests}")
     sessions: list[Session] = []

@@ -66,11 +66,7 @@ class Channel:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Turn a failure of the transport into an error that says what it means.
-
-        Raises:
-            RuntimeError: another rank failed or did not answer in time.
-        """
+        """Turn a failure of the transport into an error that says what it means."""
         try:
             yield
         except RuntimeError as error:

@@ -21,11 +21,6 @@ MEAN = "mean"
 """Stands for all tasks, each with the same weight."""
 
 
-def _with_ends(name: str) -> tuple[str, str, str]:
-    """The columns of a mean and of the two ends of its interval."""
-    return name, f"{name}_low", f"{name}_high"
-
-
 @dataclass(frozen=True)
 class Run:
     """Everything that one budget, or one server, scored."""
@@ -132,7 +127,8 @@ def _compare(groups: Sequence[Sequence[tuple[Row, Row]]], *, is_reference: bool)
         return mean_interval([[value(*pair) for pair in group] for group in groups])
 
     def cells(name: str, value: Callable[[Row, Row], float]) -> Row:
-        return dict(zip(_with_ends(name), interval(value), strict=True))
+        columns = (name, f"{name}_low", f"{name}_high")
+        return dict(zip(columns, interval(value), strict=True))
 
     pairs = [pair for group in groups for pair in group]
     cell = {
@@ -200,11 +196,7 @@ def _perplexity(pairs: Sequence[tuple[Row, Row]]) -> Row:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Warnings to print above the figures.
-
-    Args:
-        rows: of :func:`retrieval_rows` and :func:`perplexity_rows`.
-    """
+    """Warnings to print above the figures."""
     tasks = [row for row in rows if row.get("task") not in (None, MEAN)]
     wanted = max((row["prompts"] for row in tasks), default=0)
     found = [

@@ -37,7 +37,6 @@ def run_worker(
     """Run one worker to its end.
 
     Args:
-        label: names it in errors.
         timeout: seconds without any output after which the worker is ended; None waits for ever.
 
     Raises:

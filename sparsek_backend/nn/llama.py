@@ -200,15 +200,10 @@ class NSALlamaModel(nn.Module):
 
 
 class CausalLMOutput(NamedTuple):
-    """What the model gives where it is given labels.
+    """What the model gives where it is given labels."""
 
-    Args:
-        loss: mean over the tokens that have a label, fp32.
-        logits: ``[B, N, vocab]``, of the next tokens.
-    """
-
-    loss: torch.Tensor
-    logits: torch.Tensor
+    loss: torch.Tensor  # mean over the tokens that have a label, fp32
+    logits: torch.Tensor  # ``[B, N, vocab]``, of the next tokens
 
 
 class NSALlamaForCausalLM(nn.Module):

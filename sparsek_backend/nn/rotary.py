@@ -14,7 +14,6 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
     Args:
         x: ``[B, N, H, D]``, D even, any floating dtype; angles are computed in fp32 (fp64 for
             fp64 inputs).
-        positions: ``[N]`` or ``[B, N]`` integers.
         theta: base of the frequencies.
 
     Returns:

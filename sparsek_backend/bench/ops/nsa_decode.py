@@ -215,11 +215,6 @@ def _dense(inputs: Inputs) -> Callable[[], Outputs]:
     return lambda: (paged_attention(inputs.q, k, v, inputs.batch, SelectionPolicy(), out=out),)
 
 
-def _fa3(inputs: Inputs) -> Callable[[], Outputs]:
-    pages, every = inputs.pages, slice(0, inputs.q.shape[0])
-    return fa3_paged(inputs.q, pages.k_slc, pages.v_slc, [(inputs.batch, every)])
-
-
 def _gate_dense(inputs: Inputs, out: torch.Tensor) -> GateResult:
     pages = replace(inputs.pages, k_swa=inputs.pages.k_slc, v_swa=inputs.pages.v_slc)
     every = replace(inputs, pages=pages, window_size=inputs.batch.max_seq_len)
@@ -249,6 +244,7 @@ def _cost(inputs: Inputs, dense: bool) -> tuple[float, float]:
 
 def _build(case: Case, device: torch.device) -> list[Provider]:
     inputs = make_inputs(case, device)
+    pages, step = inputs.pages, (inputs.batch, slice(0, inputs.q.shape[0]))
 
     def provider(name: str, prepare: Callable[[], Callable[[], Outputs]], dense: bool) -> Provider:
         flops, num_bytes = _cost(inputs, dense)
@@ -266,7 +262,7 @@ def _build(case: Case, device: torch.device) -> list[Provider]:
     return [
         provider(OURS, lambda: _ours(inputs), False),
         provider("sparsek_dense", lambda: _dense(inputs), True),
-        provider("fa3", lambda: _fa3(inputs), True),
+        provider("fa3", lambda: fa3_paged(inputs.q, pages.k_slc, pages.v_slc, [step]), True),
     ]
 
 

@@ -89,7 +89,6 @@ def gate_tiles(
 
     Args:
         policy: what the provider attends; dense for dense peers.
-        out: [T, Hq, D].
         steps: the calls of the op that made ``out``.
         lists: what prefills follow in place of scores.
     """
@@ -191,18 +190,13 @@ def _ours(
     return call
 
 
-def _only_length(inputs: PagedInputs) -> int:
-    """Keys of every request, of which each has one query."""
-    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
-        raise Unavailable("one query token and equal lengths only")
-    return inputs.seq_lens[0]
-
-
 def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     """Dense decode without a paged kernel: gather every page, then SDPA."""
     if sum(inputs.seq_lens) > _GATHER_LIMIT:
         raise Unavailable(f"gathering {sum(inputs.seq_lens)} keys is too large")
-    length = _only_length(inputs)
+    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
+        raise Unavailable("one query token and equal lengths only")
+    length = inputs.seq_lens[0]
     table = inputs.block_table[:, : ceil_div(length, inputs.page_size)].long()
 
     def call() -> Outputs:

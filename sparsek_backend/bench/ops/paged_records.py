@@ -88,7 +88,6 @@ def gate_records(
     Args:
         tiles: the last token of each of these requests.
         policy: of single tokens.
-        out: [T, Hq, D].
     """
     chosen, worst = chosen_lists(inputs, batch, policy), 0.0
     for tile in tiles:

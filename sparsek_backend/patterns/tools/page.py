@@ -46,9 +46,6 @@ img {{ max-width: 100%; }}
 def write_page(patterns: ModelPatterns, folder: Path, *, head_dim: int = 64) -> list[Path]:
     """Write ``layer_000.png`` and so on, and ``index.html``, which needs no other file.
 
-    Args:
-        folder: made if it is missing.
-
     Returns:
         The files, the page last.
     """

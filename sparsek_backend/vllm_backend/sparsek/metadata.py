@@ -207,11 +207,7 @@ class SparseKMetadataBuilder(StepBuilder):
 
 
 def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:
-    """The ranks that hold the pages of a KV cache between them, or ``None`` without such.
-
-    Raises:
-        ValueError: the ranks do not take whole pages in turn.
-    """
+    """The ranks that hold the pages of a KV cache between them, or ``None`` without such."""
     if parallel.decode_context_parallel_size == 1:
         return None
     check_interleave(parallel.cp_kv_cache_interleave_size, spec.block_size)
