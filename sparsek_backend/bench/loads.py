@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -182,6 +181,6 @@ def describe_sessions(sessions: Sequence[Session]) -> dict[str, Any]:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
-    shares = {"p10": 0.1, "p90": 0.9, "p99": 0.99}
+    shares = {"p50": 0.5, "p10": 0.1, "p90": 0.9, "p99": 0.99}
     found = {name: quantile(ordered, share) for name, share in shares.items()}
-    return {"p50": statistics.median(ordered), **found, "most": ordered[-1]}
+    return {**found, "most": ordered[-1]}

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsek_backend.bench.shapes import SHAPES, write_shape
-from sparsek_backend.eval.workers import run_worker
+from sparsek_backend.eval.workers import SILENCE_LIMIT, run_worker
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
-
-_SILENCE_LIMIT = 1800.0
-"""Seconds that a worker may stay silent before it counts as hung."""
 
 Row = dict[str, Any]
 """A row of a result file by column; the columns that describe the machine come last."""
@@ -77,5 +74,5 @@ class Plan:
                 {**job, **engine},
                 label=label,
                 on_progress=lambda line: on_progress(f"{label}: {line}"),
-                timeout=_SILENCE_LIMIT,
+                timeout=SILENCE_LIMIT,
             )

@@ -17,12 +17,10 @@ from sparsek_backend.eval.options import server_of
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.record import append_rows, run_key
 from sparsek_backend.eval.served import ServedScorer
-from sparsek_backend.eval.workers import run_worker
+from sparsek_backend.eval.workers import SILENCE_LIMIT, run_worker
 from sparsek_backend.machine import choose_device, cpu_dtype, describe_machine
 
 WORKER = "sparsek_backend.eval.worker"
-SILENCE_LIMIT = 1800.0
-"""Seconds that a worker may stay silent before it counts as hung."""
 _BATCH_ON_GPU, _BATCH_ON_CPU = 128, 4
 _SERVER_BATCH = 32
 _ENGINE_ON_GPU = {

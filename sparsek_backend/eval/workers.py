@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRESS = "PROGRESS "
+SILENCE_LIMIT = 1800.0
+"""Seconds that an engine's worker may stay silent before it counts as hung."""
 _TAIL_LINES = 15
 _POLL_SECONDS = 0.2
 

@@ -49,7 +49,7 @@ def fake_worker(jobs: list[dict[str, Any]]) -> Any:
             {**case, "ttft_s": [speed, speed * 1.1], "tpot_s": [speed / 100] * case["requests"]}
             for case in job["cases"]
         ]
-        return {"cases": cases, "kv_cache_tokens": 9, "attended_share": 0.2, "forward_calls": 3}
+        return {"cases": cases, "kv_cache_tokens": 9, "attended_share": 0.2}
 
     return run
 
