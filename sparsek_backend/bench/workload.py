@@ -21,6 +21,7 @@ from sparsek_backend.bench.ops import OPS
 from sparsek_backend.bench.registry import BenchOp, Case
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import TimingKind
+from sparsek_backend.extras import needing
 from sparsek_backend.infllm import describe
 
 
@@ -56,12 +57,8 @@ def load_workloads(path: Path) -> list[Workload]:
         ValueError: unknown op, key, parameter, timing or malformed spec; the message names the file
             and the workload.
     """
-    try:
+    with needing("reading workloads needs pyyaml", extra="bench"):
         import yaml
-    except ImportError as error:
-        raise ImportError(
-            "reading workloads needs pyyaml: pip install 'sparsek-backend[bench]'"
-        ) from error
     if not path.is_file():
         raise ValueError(f"yaml: expected a workload file, got {str(path)!r} which does not exist")
     try:

@@ -18,6 +18,7 @@ import sparsek_backend
 import sparsek_kernels
 from sparsek_backend.eval.prompt import Prompt, Tokens
 from sparsek_backend.eval.scoring import Reply
+from sparsek_backend.extras import needing
 from sparsek_backend.plugin import register
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
@@ -47,14 +48,9 @@ def open_engine(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    try:
+    with needing("this needs vLLM (without a GPU: bash deploy/quickstart.sh)", extra="vllm"):
         from vllm import LLM
         from vllm.platforms import current_platform
-    except ImportError as error:
-        raise ImportError(
-            "this needs vLLM: pip install 'sparsek-backend[vllm]' with a GPU, "
-            "bash deploy/quickstart.sh without"
-        ) from error
     for name in [name for name in os.environ if name.startswith("SPARSEK_")]:
         del os.environ[name]  # the settings given are the whole of them
     register()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.distributed import SequenceLayout
+from sparsek_backend.extras import needing
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
@@ -395,8 +396,6 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def _safetensors() -> Any:
-    try:
+    with needing("weights on disk need safetensors", extra="train"):
         import safetensors.torch
-    except ImportError as error:
-        raise ImportError("safetensors is not installed; pip install safetensors") from error
     return safetensors.torch
