@@ -19,9 +19,6 @@ def ensure_member(name: str, path: str, by_reference: Callable[[], Any]) -> Any:
 
     Args:
         by_reference: importable function that returns the member; pickles refer to it.
-
-    Returns:
-        The enum member.
     """
     from vllm.v1.attention.backends import registry
 

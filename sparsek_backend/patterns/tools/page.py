@@ -44,11 +44,7 @@ img {{ max-width: 100%; }}
 
 
 def write_page(patterns: ModelPatterns, folder: Path, *, head_dim: int = 64) -> list[Path]:
-    """Write ``layer_000.png`` and so on, and ``index.html``, which needs no other file.
-
-    Returns:
-        The files, the page last.
-    """
+    """Write ``layer_000.png`` and so on, and last ``index.html``, which needs no other file."""
     folder.mkdir(parents=True, exist_ok=True)
     written, rows, figures = [], [], []
     for layer, pattern in patterns.patterns.items():

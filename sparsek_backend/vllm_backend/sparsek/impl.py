@@ -117,9 +117,6 @@ class SparseKImpl(AttentionImpl):
             owner: the implementation that writes the pages, of this layer or of the one whose KV
                 cache it shares.
 
-        Returns:
-            The layer's policies.
-
         Raises:
             NotImplementedError: the layer selects blocks, and another backend writes its pages.
         """
@@ -219,9 +216,6 @@ class SparseKImpl(AttentionImpl):
             kv_cache: ``[pages, Hkv, page_size, C]``.
             attn_metadata: the step, or ``None`` while vLLM profiles.
             output: ``[T, Hq, D]``, written.
-
-        Returns:
-            ``output``.
 
         Raises:
             NotImplementedError: quantised output was asked for.

@@ -47,20 +47,12 @@ Builder: TypeAlias = Callable[[StepPolicy, Engine, LayerSite], Indexers]
 """Makes the indexers of a layer that selects blocks."""
 
 
-def _by_scores(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
-    return default_indexers(policy)
-
-
 def _by_pattern(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
     if engine.pattern is None or site.index not in engine.pattern.entries:
         return default_indexers(policy)
     entries = engine.pattern.entries[site.index]
     lists = block_lists(entries[site.own_heads(len(entries))], policy.prefill).to(site.device)
     return Indexers(VerticalSlash(lists), default_indexers(policy).decode)
-
-
-def _by_infllm(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
-    return Indexers(InfLLM(), InfLLM())
 
 
 def _by_gates(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
@@ -72,9 +64,9 @@ def _by_gates(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
 
 
 BUILDERS: dict[str, Builder] = {
-    "block_topk": _by_scores,
+    "block_topk": lambda policy, engine, site: default_indexers(policy),
     "pattern": _by_pattern,
-    "infllm": _by_infllm,
+    "infllm": lambda policy, engine, site: Indexers(InfLLM(), InfLLM()),
     "seer": _by_gates,
 }
 
