@@ -14,11 +14,19 @@ import csv
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from sparsek_backend.bench.ops.paged_inputs import DEFAULTS, PagedInputs, make_inputs
+from sparsek_backend.bench.ops.paged_inputs import DEFAULTS, PagedInputs, Tile, make_inputs
+from sparsek_backend.bench.ops.paged_records import (
+    SCORES,
+    chosen_lists,
+    error_of_output,
+    oracle_of,
+    wrong_cells,
+)
 from sparsek_backend.bench.ops.peers import fa3_paged
 from sparsek_backend.bench.registry import Case, Unavailable
 from sparsek_backend.bench.spec import parse_spec
@@ -26,10 +34,6 @@ from sparsek_backend.bench.timing import make_timed, time_interleaved
 from sparsek_kernels.paged import PageRecords, SelectionPolicy, StepPolicy, paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.base import Indexers
-from sparsek_kernels.paged.index.page_records.reference import choose_reference, list_error
-from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.reference import attend_reference, list_logs
 
 CASES = {
     "32x64k": "32q1s64k",
@@ -83,46 +87,29 @@ def by_records(inputs: PagedInputs, batch: PagedBatch, tokens: int) -> Call:
 def choosing(inputs: PagedInputs, batch: PagedBatch, call: Call) -> Call:
     """The choice of a call by records, without attention."""
     assert call.policy is not None
-    operands = PagedOperands(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.q, inputs.softmax_scale, inputs.k_summary
-    )
-    segment, index = Segment(batch, call.policy), PageRecords()
-    return Call(
-        f"choosing{call.name.removeprefix('records')}",
-        lambda: index.select(operands, segment).indices,
-    )
+    run = partial(chosen_lists, inputs, batch, call.policy)
+    return Call(f"choosing{call.name.removeprefix('records')}", run)
 
 
-TOLERANCES = (0.01, 0.02, 0.04, 0.07, 0.1)
+TOLERANCES = (0.01, 0.02, 0.04, 0.07, SCORES)
 """Relative errors of scores that are tried: the kernels' weights have 8 bits."""
 
 
 def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float, float]:
-    """Of one request's last token and KV head: the error of scores, and that of the output.
+    """Of one request's new tokens and KV head: the error of scores, and that of the output.
 
     The first is the least of :data:`TOLERANCES` by which scores that are a little off explain what
     was drawn, infinity where none does.  The second is over the list's own entries, relative to the
     largest value.
     """
     assert call.policy is not None
-    out, new = call.run(), inputs.query_lens[0]
-    position, row, group = inputs.seq_lens[0] - new, new - 1, inputs.group
-    k, v = (x.cpu()[:, None] for x in inputs.keys_of(0, 1))
-    heads, scale = slice(group, 2 * group), inputs.softmax_scale
-    q, visible = inputs.q[:new, heads].cpu(), torch.ones(1, 1, len(k), dtype=torch.bool)
-    wrong, logs = 0.0, None
-    found = choose_reference(q, k, position, call.policy, scale)
-    if found is not None:
-        operands = PagedOperands(
-            inputs.q, inputs.k_cache, inputs.v_cache, out, scale, inputs.k_summary
-        )
-        chosen = PageRecords().select(operands, Segment(batch, call.policy))
-        entries = chosen.indices[0, 1].tolist()
-        wrong = next((x for x in TOLERANCES if not list_error(found, 0, entries, x)), math.inf)
-        logs = list_logs([entries], len(k), position, call.policy)
-    wanted = attend_reference(q[-1:], k, v, visible, scale, logs=logs)[0]
-    error = (out[row, heads].double().cpu() - wanted).abs().max()
-    return wrong, float(error / wanted.abs().max())
+    out, new, length = call.run(), inputs.query_lens[0], inputs.seq_lens[0]
+    tile = Tile(0, 1, range(new - 1, new), range(length - 1, length))
+    oracle = oracle_of(inputs, tile, call.policy)
+    entries = chosen_lists(inputs, batch, call.policy)[0, 1].cpu()
+    tried = (0.0,) if oracle[3] is None else TOLERANCES
+    wrong = next((x for x in tried if not wrong_cells(entries, oracle, x)), math.inf)
+    return wrong, error_of_output(inputs, tile, call.policy, out, entries, oracle)
 
 
 def rows_of(name: str, spec: str, tokens: list[int], commit: str) -> list[dict[str, object]]:

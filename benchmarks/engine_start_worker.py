@@ -15,7 +15,7 @@ from typing import Any
 
 import benchmarks.random_weights  # noqa: F401 - workers of the engine find its loader
 from benchmarks.long_prompts_worker import ANSWER, answer
-from sparsek_backend.bench.serve_worker import Bench, read_stats
+from sparsek_backend.bench.serve_worker import Bench, checked_share, read_stats
 from sparsek_backend.eval.engine import close_engine, ensure_entry_point, open_engine
 from sparsek_backend.eval.workers import report_progress, serve_job
 
@@ -123,9 +123,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
             found["requests"] = load(bench, longest, job["load_tokens"])
             found["compiled"] = engine.collective_rpc("compilations")[0]
         if job["settings"] is not None:
-            calls, found["attended_share"] = engine.collective_rpc(read_stats)[0]
-            if not calls:
-                raise RuntimeError("SPARSEK was chosen, but its forward never ran")
+            found["attended_share"] = checked_share(engine.collective_rpc(read_stats))
         return found
     finally:
         close_engine(engine)

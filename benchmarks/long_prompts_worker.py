@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.random_weights import EXTENSION
-from sparsek_backend.bench.serve_worker import Bench, read_stats
+from sparsek_backend.bench.serve_worker import Bench, checked_share, read_stats
 from sparsek_backend.eval.engine import close_engine, ensure_entry_point, open_engine
 from sparsek_backend.eval.workers import report_progress, serve_job
-from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 ANSWER, LONG_ANSWER, SHORT_PROMPT = 16, 128, 4000
 """Tokens: of an answer, of one that is timed, and of a prompt that is attended whole."""
@@ -103,9 +102,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
         vocabulary = engine.llm_engine.vllm_config.model_config.get_vocab_size()
         found = STUDIES[job["study"]](Bench(engine, vocabulary, seed=0), job)
         if job["settings"] is not None:
-            calls, found["attended_share"] = engine.collective_rpc(read_stats)[0]
-            if not calls:
-                raise RuntimeError(f"{BACKEND_NAME} was chosen, but its forward never ran")
+            found["attended_share"] = checked_share(engine.collective_rpc(read_stats))
         return found
     finally:
         close_engine(engine)

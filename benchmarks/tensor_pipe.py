@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 
 from sparsek_backend.bench.ceilings import measure_ceilings
-from sparsek_backend.bench.ops import get_op
+from sparsek_backend.bench.ops import OPS
 from sparsek_backend.bench.ops.block_sparse import draw_blocks
 from sparsek_backend.bench.registry import OURS, Case
 from sparsek_backend.bench.results import Row
@@ -71,7 +71,7 @@ def the_case(toy: bool) -> Case:
 
 def run_once(case: Case, device: torch.device) -> None:
     """Three calls of ours, for a profiler."""
-    provider = next(p for p in get_op(OP).build(case, device) if p.name == OURS)
+    provider = next(p for p in OPS[OP].build(case, device) if p.name == OURS)
     call = provider.prepare()
     for _ in range(3):
         call()
@@ -168,7 +168,7 @@ def needs_gpu(device: torch.device, *, toy: bool) -> bool:
 def gate_and_time(case: Case, device: torch.device, machine: Machine) -> Row:
     """The bench's row of ours."""
     ceilings = measure_ceilings(device, [case.dtype()])
-    (row,) = run_case(get_op(OP), replace(case, providers=(OURS,)), device, machine, ceilings)
+    (row,) = run_case(OPS[OP], replace(case, providers=(OURS,)), device, machine, ceilings)
     return row
 
 

@@ -27,7 +27,7 @@ from pydantic import (
 from sparsek_backend.field_types import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.field_types import MAX_TOKENS as MAX_TOKENS
 from sparsek_backend.field_types import Blocks, Count, Layers, Pairs, Positive
-from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
+from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, invalid_fields, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.model_sections import read_nsa
 from sparsek_backend.nn.config import NSAConfig
@@ -198,23 +198,18 @@ def register_mode(name: str) -> None:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Settings with the source of every field.
+    """Settings with the source of every field."""
 
-    Args:
-        config: the merged settings; ``config.mode`` is never ``auto``.
-        sources: for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it.
-        infllm: what the model's own selection is, where the settings follow it.
-        seer: the gates of mode ``seer``.
-        nsa: settings of a natively sparse model; mode ``nsa`` and no other goes with them.
-        batch_invariant: whether a request's result may depend on nothing but the request; the
-            config then selects per token.
-    """
-
-    config: SparsityConfig
+    config: SparsityConfig  # the merged settings; ``config.mode`` is never ``auto``
+    # for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it
     sources: Mapping[str, str]
+    # what the model's own selection is, where the settings follow it
     infllm: InfLLMSelection | None = None
-    seer: SeerSelection | None = None
+    seer: SeerSelection | None = None  # the gates of mode ``seer``
+    # settings of a natively sparse model; mode ``nsa`` and no other goes with them
     nsa: NSAConfig | None = None
+    # whether a request's result may depend on nothing but the request; the config then selects per
+    # token
     batch_invariant: bool = False
 
     @property
@@ -419,16 +414,11 @@ def _unknown(name: str, source: str, known: tuple[str, ...]) -> str:
 
 def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
     """One sentence per invalid field, joined."""
-    parts = []
-    for item in error.errors(include_url=False):
-        name = str(item["loc"][0])
-        reason = item["msg"].removeprefix("Value error, ")
-        reason = reason[:1].lower() + reason[1:]
-        parts.append(
-            f"SPARSEK setting {name} (from {sources[name]}): {reason}, got {shown(item['input'])};"
-            f" remedy: correct or remove it (default {SparsityConfig.model_fields[name].default!r})"
-        )
-    return "; ".join(parts)
+    return "; ".join(
+        f"SPARSEK setting {name} (from {sources[name]}): {text}; remedy: correct or remove it "
+        f"(default {SparsityConfig.model_fields[name].default!r})"
+        for name, text in ((path.split(".")[0], text) for path, text in invalid_fields(error))
+    )
 
 
 def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None:

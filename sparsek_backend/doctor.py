@@ -22,7 +22,7 @@ from sparsek_backend.vllm_backend.names import BACKEND_NAME
 Status = Literal["ok", "note", "warning", "problem"]
 Version = tuple[int, ...]
 
-PYTHON_RANGE: tuple[Version, Version] = ((3, 11), (3, 13))
+PYTHON_RANGE = ((3, 11), (3, 13))
 TORCH_MINIMUM: Version = (2, 10)
 CAPABILITY_MINIMUM: Version = (8, 0)
 
@@ -31,19 +31,12 @@ _SETUP = "bash deploy/quickstart.sh"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Args:
-        subject: what was looked at.
-        status: ``problem`` means that serving would not work.
-        detail: what was found.
-        remedy: the command that mends it, or an empty string.
-    """
-
-    subject: str
-    status: Status
-    detail: str
-    remedy: str = ""
+    subject: str  # what was looked at
+    status: Status  # ``problem`` means that serving would not work
+    detail: str  # what was found
+    remedy: str = ""  # the command that mends it, or an empty string
 
 
 def _problem(subject: str, detail: str, remedy: str) -> Finding:
@@ -107,7 +100,7 @@ def check_python() -> Iterator[Finding]:
     else:
         yield _problem(
             "Python",
-            f"{text}; supported: {_span(PYTHON_RANGE)}",
+            f"{text}; supported: " + " to ".join(f"{x}.{y}" for x, y in PYTHON_RANGE),
             "python3.11 -m venv .venv, then install again inside it",
         )
 
@@ -306,8 +299,3 @@ def parse_version(text: str) -> Version:
         return parse_whole_version(text).release
     except InvalidVersion:
         return ()
-
-
-def _span(bounds: tuple[Version, Version]) -> str:
-    low, high = (".".join(str(part) for part in bound) for bound in bounds)
-    return f"{low} to {high}"

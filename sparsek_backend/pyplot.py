@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparsek_backend.extras import needing
+
 
 def import_pyplot() -> Any:
     """matplotlib's pyplot on the file-only backend."""
-    try:
+    with needing("plots need matplotlib", extra="bench"):
         import matplotlib
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'sparsek-backend[bench]'") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as pyplot
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from sparsek_backend import quickstart_client as client
 from sparsek_backend.machine import cpu_dtype
 from sparsek_backend.models import cache_root, fetch_model, fetch_texts, verify_model
@@ -94,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
         model, name = options.model, options.model.name
     texts = fetch_texts(progress=_say)
 
-    gpu = _has_gpu()
+    gpu = torch.cuda.is_available()
     command = serve_command(model, name, options.port, gpu)
     log = cache_root() / f"serve-{options.port}.log"
     metrics = cache_root() / f"serve-{options.port}.metrics"
@@ -194,12 +196,6 @@ def _say_how_to_go_on(server: Server, name: str) -> None:
         f"-d {shlex.quote(json.dumps(body))}"
     )
     _say(f"    and stop it with: kill {server.pid}")
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _say(text: str) -> None:

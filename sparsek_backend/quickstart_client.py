@@ -66,11 +66,7 @@ class Attended:
 
 
 def document_prompt(folder: Path) -> str:
-    """Return a message that is several thousand tokens long, with one sentence planted in it.
-
-    Args:
-        folder: the texts, as :func:`sparsek_backend.models.fetch_texts` returns them.
-    """
+    """Return a message that is several thousand tokens long, with one sentence planted in it."""
     text = (folder / DOCUMENT_NAME).read_text(encoding="utf-8")[:DOCUMENT_CHARACTERS]
     cut = text.index("\n", int(len(text) * PLANTED_AT))
     return f"{text[:cut]}\n\n{PLANTED}\n\n{text[cut:]}\n\n{DOCUMENT_QUESTION}"
@@ -82,10 +78,6 @@ def ask(
     """Stream the greedy answer to one user message.
 
     Args:
-        base_url: the server's root address.
-        model: the served model's name.
-        content: the message.
-        max_tokens: longest answer, in tokens.
         write: receives each piece of text as it arrives.
 
     Raises:

@@ -59,9 +59,6 @@ class Server:
     """One server process with its log file, in a session of its own so that it dies as a whole.
 
     Args:
-        command: the program and its arguments.
-        environment: variables to add to this process's own.
-        port: where the command will listen.
         log: file that receives its output; replaced.
     """
 

@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from sparsek_backend.infllm import ConfigError, shown
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparsek_backend.infllm import ConfigError, describe, shown
 from sparsek_kernels.paged.index.seer.gates import SMALLEST_GATED
 
 WEIGHTS = ("attn_gate_weights.safetensors", "attn_gate_weights.pth")
 """Names of the file of gates; the second one is that of the published checkpoints."""
 
-_FIELD = "seerattn_"
-_TRAINED = {
-    "k_seq_pooling_type": "Kmaxminavg",
-    "q_head_pooling_type": "Qproj",
-    "use_rope": True,
-}
-"""What the ranking here computes; SeerAttention-R's defaults."""
 _REMEDY = "remedy: set gates to a folder of SeerAttention-R's gates, or mode block_topk"
 
 
-@dataclass(frozen=True)
-class SeerSelection:
+class SeerSelection(BaseModel):
     """Gates that rank blocks for decoded tokens (SeerAttention-R, arXiv 2506.08889, section 3).
 
-    Args:
-        weights: the file of the gates.
-        block_size: tokens of a block that has one gate key.
-        token_budget: tokens that a decoded token attends.
-        start_layer: layers before it attend everything.
-        use_qk_norm: whether gate queries and keys are normalised.
+    The last three fields have the only values by which blocks are ranked here.
     """
 
-    weights: Path
-    block_size: int
-    token_budget: int
-    start_layer: int
-    use_qk_norm: bool
+    model_config = ConfigDict(
+        frozen=True, strict=True, alias_generator=lambda name: f"seerattn_{name}"
+    )
+
+    weights: Path = Field(alias="weights")  # the file of the gates
+    gate_block_size: int = Field(ge=SMALLEST_GATED, multiple_of=16)  # tokens that have one gate key
+    token_budget: int = Field(4096, ge=1)  # tokens that a decoded token attends
+    start_layer: int = Field(0, ge=0)  # layers before it attend everything
+    use_qk_norm: bool = False  # whether gate queries and keys are normalised
+    k_seq_pooling_type: Literal["Kmaxminavg"] = "Kmaxminavg"
+    q_head_pooling_type: Literal["Qproj"] = "Qproj"
+    use_rope: Literal[True] = True
 
     @classmethod
     def read(cls, gates: object) -> SeerSelection:
         """Read a folder of gates; absent fields of its config have SeerAttention-R's defaults.
-
-        Args:
-            gates: path of the folder.
 
         Raises:
             ConfigError: it is no such folder, or its gates are computed in another way.
@@ -61,41 +53,23 @@ class SeerSelection:
         path = folder / "config.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            block_size = _integer(found, "gate_block_size", None, SMALLEST_GATED)
-            budget = _integer(found, "token_budget", 4096, 1)
-            start_layer = _integer(found, "start_layer", 0, 0)
-            for name, expected in _TRAINED.items():
-                if found.get(_FIELD + name, expected) != expected:
-                    got = shown(found[_FIELD + name])
-                    raise ValueError(f"{_FIELD}{name}: expected {expected!r}, got {got}")
-            if block_size % 16:
-                raise ValueError(
-                    f"{_FIELD}gate_block_size: expected a multiple of 16, got {block_size}"
-                )
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"SPARSEK mode seer: {path}: {error}; {_REMEDY}") from None
-        norm = bool(found.get(f"{_FIELD}use_qk_norm", False))
-        return cls(weights[0], block_size, budget, start_layer, norm)
+            return cls.model_validate({**found, "weights": weights[0]})
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            reason = describe(error) if isinstance(error, ValidationError) else error
+            raise ConfigError(f"SPARSEK mode seer: {path}: {reason}; {_REMEDY}") from None
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of :class:`SparsityConfig` that attend as many tokens.
 
         The first block and the query's own are always attended, and count.
         """
-        top_k = max(self.token_budget // self.block_size - 2, 1)
+        top_k = max(self.token_budget // self.gate_block_size - 2, 1)
         return {
-            "sel_block_size": self.block_size,
-            "num_sink": self.block_size,
+            "sel_block_size": self.gate_block_size,
+            "num_sink": self.gate_block_size,
             "window_size": 1,
             "top_k": top_k,
-            "decode_tokens": top_k * self.block_size,
+            "decode_tokens": top_k * self.gate_block_size,
             "dense_below": 0,
             "dense_layers": self.start_layer,
         }
-
-
-def _integer(found: dict[str, Any], name: str, default: int | None, low: int) -> int:
-    value = found.get(_FIELD + name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{_FIELD}{name}: expected an integer from {low}, got {shown(value)}")
-    return value

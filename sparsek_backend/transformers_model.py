@@ -25,11 +25,7 @@ __all__ = ["NSALlamaForCausalLM", "NSALlamaHFConfig"]
 
 
 class NSALlamaCache:
-    """The caches of all layers, as ``past_key_values``; they grow as tokens come.
-
-    Args:
-        layers: a cache for every layer.
-    """
+    """The caches of all layers, as ``past_key_values``; they grow as tokens come."""
 
     def __init__(self, layers: list[NSACache]) -> None:
         self.layers = layers

@@ -15,7 +15,6 @@ from sparsek_backend.bench.ceilings import measure_ceilings
 from sparsek_backend.bench.compare import compare_rows
 from sparsek_backend.bench.load import (
     LoadPlan,
-    load_named,
     load_table,
     open_ends,
     run_load,
@@ -23,7 +22,7 @@ from sparsek_backend.bench.load import (
     write_load,
 )
 from sparsek_backend.bench.loads import LOADS
-from sparsek_backend.bench.ops import all_ops
+from sparsek_backend.bench.ops import OPS
 from sparsek_backend.bench.plots import plot_csv
 from sparsek_backend.bench.registry import OURS
 from sparsek_backend.bench.report import print_bars, print_case, print_comparison
@@ -52,16 +51,13 @@ app = typer.Typer(
 )
 console = Console(width=None)
 
-_MODEL = typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}.")
-_SETTINGS = typer.Option(help="Our settings as JSON; default settings if {}.")
-_BASELINE = typer.Option(help="vLLM backend to compare with; vLLM's own choice if left out.")
 _COMMIT = typer.Option(help="Commit to record where there is no git.")
 
 
 @app.command("list")
 def list_ops() -> None:
     """The registered ops and their parameters."""
-    for op in all_ops():
+    for op in OPS.values():
         console.print(f"[bold]{op.name}[/bold]: {op.summary}")
         console.print("  " + " ".join(f"{k}={v}" for k, v in op.defaults.items()))
 
@@ -134,6 +130,38 @@ def kernels(
 
 
 @dataclass(frozen=True)
+class BackendOptions:
+    """The model that is served, and the two backends."""
+
+    model: Annotated[
+        str,
+        typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}."),
+    ]
+    sparsek: Annotated[str, typer.Option(help="Our settings as JSON; default settings if {}.")] = (
+        "{}"
+    )
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="vLLM backend to compare with; vLLM's own choice if left out."),
+    ] = None
+
+    def parsed(self) -> dict[str, Any]:
+        """The same fields of a plan, checked before any engine starts."""
+        if self.baseline is not None and self.baseline.upper() == BACKEND_NAME:
+            raise ValueError(f"baseline: expected another backend than ours, got {self.baseline!r}")
+        try:
+            settings = json.loads(self.sparsek)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"sparsek: expected a JSON object, got {self.sparsek!r}: {error}"
+            ) from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"sparsek: expected a JSON object, got {self.sparsek!r}")
+        resolve_config(settings, {})
+        return {"model": self.model, "settings": settings, "baseline": self.baseline}
+
+
+@dataclass(frozen=True)
 class CaseOptions:
     """Requests of `serve`, which start together."""
 
@@ -152,12 +180,10 @@ class CaseOptions:
 @app.command()
 @grouped
 def serve(
-    model: Annotated[str, _MODEL],
+    backends: BackendOptions,
     out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and plot.")],
     engine: EngineOptions,
     cases: CaseOptions,
-    sparsek: Annotated[str, _SETTINGS] = "{}",
-    baseline: Annotated[str | None, _BASELINE] = None,
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "serve",
     commit: Annotated[str, _COMMIT] = "",
 ) -> None:
@@ -165,14 +191,7 @@ def serve(
     with failing_on(ValueError, ImportError, RuntimeError):
         options: dict[str, Any] = asdict(cases)
         wanted = parse_cases(options.pop("context") or ["2k"], options.pop("requests") or [1])
-        plan = ServePlan(
-            model=model,
-            cases=wanted,
-            settings=_settings(sparsek),
-            baseline=_other(baseline),
-            engine=engine.arguments(),
-            **options,
-        )
+        plan = ServePlan(cases=wanted, engine=engine.arguments(), **options, **backends.parsed())
         rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
     console.print(serve_table(rows))
     for path in write_results(out, name, rows):
@@ -211,7 +230,9 @@ class LoadOptions:
 
     def plan(self, **others: Any) -> LoadPlan:
         """The plan of these options and the others."""
-        load = load_named(self.load)
+        if self.load not in LOADS:
+            raise ValueError(f"load: expected one of {', '.join(LOADS)}, got {self.load!r}")
+        load = LOADS[self.load]
         given = {
             "first": self.first_limit,
             "later": self.later_limit,
@@ -233,13 +254,11 @@ class LoadOptions:
 @app.command()
 @grouped
 def load(
-    model: Annotated[str, _MODEL],
+    backends: BackendOptions,
     out: Annotated[Path, typer.Option(help="Folder for JSON lines, CSV and JSON.")],
     rate: Annotated[list[float], typer.Option(help="Sessions that begin a second. Repeatable.")],
     engine: EngineOptions,
     options: LoadOptions,
-    sparsek: Annotated[str, _SETTINGS] = "{}",
-    baseline: Annotated[str | None, _BASELINE] = None,
     name: Annotated[
         str, typer.Option(help="Stem of the result files. Those of one that was cut off go on.")
     ] = "load",
@@ -247,13 +266,7 @@ def load(
 ) -> None:
     """Goodput under a server's load: vLLM's own backend and SPARSEK, each at its best rate."""
     with failing_on(ValueError, ImportError, RuntimeError):
-        plan = options.plan(
-            model=model,
-            rates=tuple(rate),
-            settings=_settings(sparsek),
-            baseline=_other(baseline),
-            engine=engine.arguments(),
-        )
+        plan = options.plan(rates=tuple(rate), engine=engine.arguments(), **backends.parsed())
         console.print(sessions_table(plan))
         machine = describe_machine(choose_device(), commit)
         rows = run_load(plan, machine, out / f"{name}.jsonl", _say)
@@ -268,25 +281,6 @@ def _say(line: str) -> None:
     console.print(f"[dim]{escape(line)}[/dim]", highlight=False)
 
 
-def _other(baseline: str | None) -> str | None:
-    """The baseline, if it is not our own backend."""
-    if baseline is not None and baseline.upper() == BACKEND_NAME:
-        raise ValueError(f"baseline: expected another backend than ours, got {baseline!r}")
-    return baseline
-
-
-def _settings(text: str) -> dict[str, object]:
-    """Our settings from JSON, checked before any engine starts."""
-    try:
-        settings = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"sparsek: expected a JSON object, got {text!r}: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"sparsek: expected a JSON object, got {text!r}")
-    resolve_config(settings, {})
-    return settings
-
-
 @app.command()
 def compare(
     a: Annotated[Path, typer.Argument(help="Baseline CSV.")],
@@ -295,10 +289,10 @@ def compare(
 ) -> None:
     """Ratios of our rows of two result files; exit 1 on a regression beyond --tolerance."""
     with failing_on(ValueError):
-        comparison = compare_rows(read_csv(a), read_csv(b), tolerance)
-    print_comparison(console, comparison)
-    if comparison.regressions:
-        console.print(f"[red]{len(comparison.regressions)} regressed[/red]")
+        pairs = compare_rows(read_csv(a), read_csv(b), tolerance)
+    print_comparison(console, pairs)
+    if regressions := sum(pair.regressed for pair in pairs):
+        console.print(f"[red]{regressions} regressed[/red]")
         raise typer.Exit(1)
 
 

@@ -7,59 +7,36 @@ is interrupted.
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from sparsek_backend.bench.load_results import LoadFile, Row, load_rows, next_rate
-from sparsek_backend.bench.loads import LOADS, Limits, Load, describe_sessions, draw_sessions
-from sparsek_backend.bench.serve import SILENCE_LIMIT, settings_text
-from sparsek_backend.bench.shapes import model_folder
+from sparsek_backend.bench.load_results import LoadFile, load_rows, next_rate
+from sparsek_backend.bench.loads import LOADS, Limits, describe_sessions, draw_sessions
+from sparsek_backend.bench.plan import Plan, Row
 from sparsek_backend.csv_file import write_csv_file
-from sparsek_backend.eval.workers import run_worker
 from sparsek_backend.machine import Machine
-from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 WORKER = "sparsek_backend.bench.load_worker"
 
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """Model, load and settings of a measurement of goodput.
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan(Plan):
+    """Model, load and settings of a measurement of goodput."""
 
-    Args:
-        model: model folder or name, or a name of `SHAPES`.
-        load: a name of `LOADS`.
-        scale: share of its prompts' tokens and times to think.
-        rates: sessions a second.
-        requests: turns at each rate.
-        budget: seconds after which a rate is cut off.
-        limits: of good answers.
-        settings: our `sparsek` settings; empty for the defaults.
-        baseline: vLLM backend to compare with, None for vLLM's own choice.
-        engine: further arguments of the engine.
-        seed: of the sessions.
-        only: name of the one backend that is measured; None measures both.
-    """
-
-    model: str
-    load: str
-    scale: float
-    rates: tuple[float, ...]
-    requests: int
-    budget: float
-    limits: Limits
-    settings: Mapping[str, Any]
-    baseline: str | None
-    engine: Mapping[str, Any]
-    seed: int = 0
-    only: str | None = None
+    load: str  # a name of `LOADS`
+    scale: float  # share of its prompts' tokens and times to think
+    rates: tuple[float, ...]  # sessions a second
+    requests: int  # turns at each rate
+    budget: float  # seconds after which a rate is cut off
+    limits: Limits  # of good answers
+    only: str | None = None  # name of the one backend that is measured; None measures both
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.only not in (None, *self.backends):
             names = " or ".join(self.backends)
             raise ValueError(f"only: expected {names}, got {self.only!r}")
@@ -68,26 +45,10 @@ class LoadPlan:
         if self.budget <= 0:
             raise ValueError(f"budget_seconds: expected a positive number, got {self.budget}")
 
-    @property
-    def backends(self) -> tuple[str, str]:
-        """Names of the baseline and of ours."""
-        return self.baseline or "vLLM's own", BACKEND_NAME
-
     def describe(self) -> dict[str, Any]:
         """Statistics of the sessions that are sent."""
-        load = load_named(self.load).scaled(self.scale)
+        load = LOADS[self.load].scaled(self.scale)
         return describe_sessions(draw_sessions(load, self.requests, self.seed))
-
-
-def load_named(name: str) -> Load:
-    """The load of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in LOADS:
-        raise ValueError(f"load: expected one of {', '.join(LOADS)}, got {name!r}")
-    return LOADS[name]
 
 
 def run_load(
@@ -96,43 +57,25 @@ def run_load(
     """Rows of both backends at each rate, after those that the file at ``path`` lacks are measured.
 
     Raises:
-        ValueError: unknown model, or a file of another plan.
+        ValueError: a file of another plan.
         WorkerError: an engine failed; the message names the backend.
     """
     kept = asdict(plan)
     free = {name: kept.pop(name) for name in ("rates", "limits", "budget", "only")}
-    with tempfile.TemporaryDirectory(prefix="sparsek-shape-") as folder:
-        model, loading = model_folder(plan.model, Path(folder))
-        file = LoadFile(path, kept, asdict(machine))
-        for name in (plan.only,) if plan.only else plan.backends:
-            if next_rate(file.read(), name, plan.rates, plan.limits) is None:
-                continue
+    here = asdict(machine)
+    file = LoadFile(path, kept, here)
+    for name in (plan.only,) if plan.only else plan.backends:
+        if next_rate(file.read(), name, plan.rates, plan.limits) is not None:
             file.check_machine()
-            ours = name == BACKEND_NAME
-            job = {
-                **kept,
-                **free,
-                "model": str(model),
-                "settings": dict(plan.settings) if ours else None,
-                "baseline": None if ours else plan.baseline,
-                "engine": {**plan.engine, **loading},
-                "backend": name,
-                "path": str(path.resolve()),
-                "plan": kept,
-                "machine": asdict(machine),
-            }
-            on_progress(f"{name}: starting the engine")
-
-            def tell(line: str, name: str = name) -> None:
-                on_progress(f"{name}: {line}")
-
-            run_worker(WORKER, job, label=name, on_progress=tell, timeout=SILENCE_LIMIT)
-    about = {"model": Path(plan.model).name, "load": plan.load}
+            own = {"backend": name, "path": str(path.resolve()), "plan": kept, "machine": here}
+            job = {**kept, **free, **own}
+            plan.run(WORKER, job, backend=name, label=name, on_progress=on_progress)
     return [
         {
-            **about,
+            "model": Path(plan.model).name,
+            "load": plan.load,
             **row,
-            "settings": settings_text(plan.settings) if row["backend"] == BACKEND_NAME else "",
+            "settings": plan.settings_of(row["backend"]),
             **file.machine,
         }
         for row in load_rows(file.read(), plan.backends, plan.limits)

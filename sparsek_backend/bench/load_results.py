@@ -15,41 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from sparsek_backend.bench.loads import Limits
+from sparsek_backend.bench.plan import Row
 from sparsek_backend.bench.timing import quantile
+from sparsek_backend.eval.record import append_rows, read_rows
 
 PAST_ITS_BEST = 0.8
 """A backend's sweep ends after a rate whose goodput is less than this share of its best."""
 
-Row = dict[str, Any]
-
 
 @dataclass
 class Answer:
-    """One request: times in seconds since its rate began, prompts in tokens.
+    """One request: times in seconds since its rate began, prompts in tokens."""
 
-    Args:
-        session: number of its session.
-        turn: number in the session.
-        prompt: tokens of the prompt.
-        ideal: those that a prefix cache without end would have.
-        due: when it was sent.
-        first: when its first token came; None if none did.
-        end: when its last token came, or when it was cut off.
-        tokens: tokens that came.
-        cached: prompt tokens that the server's prefix cache had.
-        finished: whether the answer is whole.
-    """
-
-    session: int
-    turn: int
-    prompt: int
-    ideal: int
-    due: float
-    first: float | None = None
-    end: float = 0.0
-    tokens: int = 0
-    cached: int = 0
-    finished: bool = False
+    session: int  # number of its session
+    turn: int  # number in the session
+    prompt: int  # tokens of the prompt
+    ideal: int  # those that a prefix cache without end would have
+    due: float  # when it was sent
+    first: float | None = None  # when its first token came; None if none did
+    end: float = 0.0  # when its last token came, or when it was cut off
+    tokens: int = 0  # tokens that came
+    cached: int = 0  # prompt tokens that the server's prefix cache had
+    finished: bool = False  # whether the answer is whole
 
     @property
     def ttft(self) -> float:
@@ -98,13 +85,9 @@ class LoadFile:
 
     def __init__(self, path: Path, plan: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
         self._path, self._here = path, dict(machine)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = path.read_text(encoding="utf-8") if path.is_file() else ""
-        kept = kept[: kept.rfind("\n") + 1]  # a line that was cut off is left out
-        path.write_text(kept, encoding="utf-8")
-        if not kept:
+        if not read_rows(path):
             self.add({"plan": plan, "machine": machine})
-        heads = [line for line in self._lines() if "plan" in line]
+        heads = [line for line in read_rows(path) if "plan" in line]
         self.machine: dict[str, Any] = heads[0]["machine"]
         for head in heads:
             self._refuse_other(head["plan"], json.loads(json.dumps(plan)))
@@ -122,18 +105,14 @@ class LoadFile:
                 f"name: {self._path} was measured with {said}; give this run another name"
             )
 
-    def _lines(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in self._path.read_text(encoding="utf-8").splitlines()]
-
     def add(self, line: Mapping[str, Any]) -> None:
         """Write one line at once."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_rows(self._path, [line])
 
     def read(self) -> Results:
         """Everything that was measured; of a request that was measured twice the later."""
         results: Results = {}
-        for line in self._lines():
+        for line in read_rows(self._path):
             if "plan" in line:
                 continue
             measured = results.setdefault((line.pop("backend"), line.pop("rate")), Measured())
@@ -201,18 +180,12 @@ def _row(backend: str, rate: float, measured: Measured, limits: Limits) -> Row:
     for kind in ("ttft", "tpot"):
         times = sorted(1e3 * getattr(answer, kind) for answer in whole)
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-            row[f"{kind}_{name}_ms"] = _quantile(times, share)
+            row[f"{kind}_{name}_ms"] = quantile(times, share) if times else None
     prompts = sum(answer.prompt for answer in whole) or 1
     return row | {
-        "prompt_p50_tokens": _quantile(sorted(answer.prompt for answer in whole), 0.5),
-        "output_p50_tokens": _quantile(sorted(answer.tokens for answer in whole), 0.5),
+        "prompt_p50_tokens": statistics.median(x.prompt for x in whole) if whole else None,
+        "output_p50_tokens": statistics.median(x.tokens for x in whole) if whole else None,
         "hit_share": sum(answer.cached for answer in whole) / prompts,
         "ideal_hit_share": sum(answer.ideal for answer in whole) / prompts,
         **measured.over,
     }
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    if not ordered:
-        return None
-    return statistics.median(ordered) if share == 0.5 else quantile(ordered, share)

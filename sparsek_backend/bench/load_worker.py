@@ -15,7 +15,12 @@ from typing import Any
 
 from sparsek_backend.bench.load_results import Answer, LoadFile, next_rate
 from sparsek_backend.bench.loads import LOADS, Limits, Session, draw_sessions
-from sparsek_backend.bench.serve_worker import FIRST_TOKEN_ID, read_stats
+from sparsek_backend.bench.serve_worker import (
+    FIRST_TOKEN_ID,
+    cache_tokens,
+    checked_share,
+    read_stats,
+)
 from sparsek_backend.eval.engine import ensure_entry_point, open_engine
 from sparsek_backend.eval.workers import report_progress, serve_job
 
@@ -137,14 +142,11 @@ class Server:
 
     async def describe(self, ours: bool) -> dict[str, Any]:
         """Size of its cache; share of the context that our backend attended since the start."""
-        cache = self._engine.vllm_config.cache_config
-        share = 1.0
-        if ours:
-            calls, share = (await self._engine.collective_rpc(read_stats))[0]
-            if not calls:
-                raise RuntimeError("SPARSEK was chosen, but its forward never ran")
-        size = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
-        return {"attended_share": share, "kv_cache_tokens": size}
+        share = checked_share(await self._engine.collective_rpc(read_stats)) if ours else 1.0
+        return {
+            "attended_share": share,
+            "kv_cache_tokens": cache_tokens(self._engine.vllm_config),
+        }
 
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,17 +20,11 @@ LONGEST = 131072
 
 @dataclass(frozen=True)
 class Limits:
-    """What a good answer keeps to.
+    """What a good answer keeps to."""
 
-    Args:
-        first: seconds to the first token of a session's first turn.
-        later: the same of its later turns, whose prefix was computed before.
-        per_token: seconds per output token behind the first, on average.
-    """
-
-    first: float
-    later: float
-    per_token: float
+    first: float  # seconds to the first token of a session's first turn
+    later: float  # the same of its later turns, whose prefix was computed before
+    per_token: float  # seconds per output token behind the first, on average
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -59,29 +52,18 @@ class Spread:
 
 @dataclass(frozen=True)
 class Load:
-    """What sessions are drawn from.
+    """What sessions are drawn from."""
 
-    Args:
-        start: prompt tokens of a session's first turn.
-        added: tokens that come behind an answer in the next turn's prompt.
-        output: tokens of an answer.
-        think: seconds from an answer to the session's next turn.
-        turns: fewest and most turns of a session.
-        shared: tokens with which all sessions begin.
-        requests: turns at each rate, unless another number is asked for. Sessions of many turns
-            take more than a rate's time allows: at the end of a load that runs out there are too
-            few of them.
-        limits: of good answers, unless others are asked for.
-    """
-
-    start: Spread
-    added: Spread
-    output: Spread
-    think: Spread
-    turns: tuple[int, int]
-    shared: int
+    start: Spread  # prompt tokens of a session's first turn
+    added: Spread  # tokens that come behind an answer in the next turn's prompt
+    output: Spread  # tokens of an answer
+    think: Spread  # seconds from an answer to the session's next turn
+    turns: tuple[int, int]  # fewest and most turns of a session
+    shared: int  # tokens with which all sessions begin
+    # turns at each rate, unless another number is asked for. Sessions of many turns take more than
+    # a rate's time allows: at the end of a load that runs out there are too few of them.
     requests: int
-    limits: Limits
+    limits: Limits  # of good answers, unless others are asked for
 
     def scaled(self, share: float) -> Load:
         """The load with prompts and times to think that are this share."""
@@ -129,21 +111,13 @@ LOADS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of a session.
+    """One request of a session."""
 
-    Args:
-        think: seconds from the answer before to this turn; 0 in the first.
-        added: tokens of its prompt behind the prompt before and its answer.
-        prompt: tokens of its prompt.
-        output: tokens of its answer.
-        cached: tokens of its prompt that a prefix cache without end would have.
-    """
-
-    think: float
-    added: int
-    prompt: int
-    output: int
-    cached: int
+    think: float  # seconds from the answer before to this turn; 0 in the first
+    added: int  # tokens of its prompt behind the prompt before and its answer
+    prompt: int  # tokens of its prompt
+    output: int  # tokens of its answer
+    cached: int  # tokens of its prompt that a prefix cache without end would have
 
 
 @dataclass(frozen=True)
@@ -155,11 +129,7 @@ class Session:
 
 
 def draw_sessions(load: Load, requests: int, seed: int = 0) -> list[Session]:
-    """Sessions with so many turns together; more requests begin with the same sessions.
-
-    Raises:
-        ValueError: fewer than one request.
-    """
+    """Sessions with so many turns together; more requests begin with the same sessions."""
     if requests < 1:
         raise ValueError(f"requests: expected a positive integer, got {requests}")
     sessions: list[Session] = []
@@ -211,6 +181,6 @@ def describe_sessions(sessions: Sequence[Session]) -> dict[str, Any]:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
-    shares = {"p10": 0.1, "p90": 0.9, "p99": 0.99}
+    shares = {"p50": 0.5, "p10": 0.1, "p90": 0.9, "p99": 0.99}
     found = {name: quantile(ordered, share) for name, share in shares.items()}
-    return {"p50": statistics.median(ordered), **found, "most": ordered[-1]}
+    return {**found, "most": ordered[-1]}

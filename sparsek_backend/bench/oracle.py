@@ -34,17 +34,11 @@ class Mask(Protocol):
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys a query sees: all up to itself, or sinks and a window (bottom-right aligned).
+    """Which keys a query sees: all up to itself, or sinks and a window (bottom-right aligned)."""
 
-    Args:
-        num_sink: first keys that every later query sees; only with a window.
-        window_size: latest keys, the query's own included, or None for all.
-        causal: False for full attention; needs `window_size=None`.
-    """
-
-    num_sink: int = 0
-    window_size: int | None = None
-    causal: bool = True
+    num_sink: int = 0  # first keys that every later query sees; only with a window
+    window_size: int | None = None  # latest keys, the query's own included, or None for all
+    causal: bool = True  # False for full attention; needs `window_size=None`
 
     def of_head(self, kv_head: int) -> MaskRule:
         """Every head has the same mask."""
@@ -72,17 +66,6 @@ class MaskRule:
         return int(torch.clamp(seen, min=0).sum())
 
 
-@dataclass(frozen=True)
-class HeadGrads:
-    """Outputs of one KV head's group: out [N, G, D]; grads None when no `dout` was given."""
-
-    out: torch.Tensor
-    dq: torch.Tensor | None
-    dk: torch.Tensor | None
-    dv: torch.Tensor | None
-    dsinks: torch.Tensor | None
-
-
 def attend_head(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -94,31 +77,23 @@ def attend_head(
     sinks: torch.Tensor | None = None,
     dout: torch.Tensor | None = None,
     chunk: int = 1024,
-) -> HeadGrads:
-    """Attention of one KV head in `dtype`, every intermediate rounded to it.
+) -> list[torch.Tensor]:
+    """Attention of one KV head in `dtype`, every intermediate rounded to it: `out [N, G, D]`.
+
+    With `dout` the gradients of `q`, `k`, `v` and of given `sinks` follow, by autograd, summed over
+    chunks in at least fp32.
 
     Args:
         q: [N, G, D], the query heads that share the KV head.
         k: [M, D].
         v: [M, D].
-        rule: the mask.
         dtype: torch.float64 for the oracle, the inputs' own for "what plain torch would give".
-        softmax_scale: factor on q . k.
         sinks: [G] extra logits in the denominator.
-        dout: [N, G, D]; gradients are computed when it is given.
-        chunk: queries at a time.
     """
-    num_queries, group, dim = q.shape
-    num_keys = k.shape[0]
-    out = torch.zeros(num_queries, group, dim, dtype=dtype, device=q.device)
-    key, value = k.to(dtype), v.to(dtype)
-    grads: list[torch.Tensor] = []
-    dsinks = None
-    if dout is not None:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        grads = [torch.zeros_like(out)]
-        grads += [torch.zeros(num_keys, dim, dtype=wide, device=q.device) for _ in range(2)]
-        dsinks = None if sinks is None else torch.zeros(group, dtype=wide, device=q.device)
+    num_queries, num_keys = len(q), len(k)
+    tensors = [x.detach().to(dtype) for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    wide = torch.promote_types(dtype, torch.float32)
+    out, *grads = (torch.zeros_like(x, dtype=wide) for x in (tensors[0], *tensors))
     for start in range(0, num_queries, chunk):
         rows = torch.arange(start, min(start + chunk, num_queries), device=q.device)
         at = rows + (num_keys - num_queries)
@@ -126,33 +101,35 @@ def attend_head(
         cols = seen.any(0).nonzero()[:, 0]
         if not len(cols):
             continue
-        hidden = ~seen[:, cols]
-        qs = q[rows].to(dtype).transpose(0, 1)  # [G, R, D]
-        ks, vs = key[cols], value[cols]  # [C, D]
-        logits = (qs @ ks.T) * softmax_scale
-        logits = logits.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            extra = sinks.to(dtype)[:, None, None].expand(group, len(rows), 1)
-            logits = torch.cat([logits, extra], dim=-1)
-        probs = torch.softmax(logits, dim=-1).nan_to_num(0.0)
-        sink_probs = probs[..., len(cols) :]
-        probs = probs[..., : len(cols)]
-        partial = probs @ vs
-        out[rows] = partial.transpose(0, 1)
+        places = (rows, cols, cols, slice(None))[: len(tensors)]
+        parts = [x[place].requires_grad_() for x, place in zip(tensors, places, strict=True)]
+        with torch.set_grad_enabled(dout is not None):
+            partial = _attend(*parts, hidden=~seen[:, cols], softmax_scale=softmax_scale)
+        out[rows] = partial.detach().to(wide)
         if dout is None:
             continue
-        do = dout[rows].to(dtype).transpose(0, 1)
-        delta = (do * partial).sum(-1, keepdim=True)
-        ds = probs * (do @ vs.T - delta)
-        grads[0][rows] = ((ds @ ks) * softmax_scale).transpose(0, 1)
-        dk = (ds.transpose(1, 2) @ qs).sum(0) * softmax_scale
-        grads[1].index_add_(0, cols, dk.to(grads[1].dtype))
-        grads[2].index_add_(0, cols, (probs.transpose(1, 2) @ do).sum(0).to(grads[2].dtype))
-        if dsinks is not None:
-            dsinks -= (sink_probs * delta).sum((1, 2)).to(dsinks.dtype)
-    if dout is None:
-        return HeadGrads(out, None, None, None, None)
-    return HeadGrads(out, grads[0], grads[1].to(dtype), grads[2].to(dtype), dsinks)
+        found = torch.autograd.grad(partial, parts, dout[rows].to(dtype))
+        for grad, place, part in zip(grads, places, found, strict=True):
+            grad[place] += part
+    return [x.to(dtype) for x in ((out,) if dout is None else (out, *grads))]
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    *,
+    hidden: torch.Tensor,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """[R, G, D] of queries ``[R, G, D]`` over keys ``[C, D]``, of which some are hidden."""
+    logits = (q.transpose(0, 1) @ k.T) * softmax_scale  # [G, R, C]
+    logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    probs = torch.softmax(logits, dim=-1)[..., : len(k)].masked_fill(hidden, 0.0)
+    return (probs @ v).transpose(0, 1)
 
 
 def compare(
@@ -166,7 +143,6 @@ def compare(
     ``_SLACK`` is for tensors that plain torch gets exactly right.
 
     Args:
-        names: names of the tensors.
         got: what the provider computed.
         exact: fp64 oracle.
         plain: plain torch in the inputs' dtype.

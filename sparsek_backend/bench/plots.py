@@ -17,7 +17,6 @@ def plot_csv(csv_path: Path, out_dir: Path) -> list[Path]:
     """Draw one PNG per op of a result file: times, and ours against each peer.
 
     Raises:
-        ImportError: matplotlib is missing; the message has the install command.
         ValueError: the file is no result file.
     """
     pyplot = import_pyplot()
@@ -54,7 +53,9 @@ def _figure(pyplot: Any, op: str, rows: list[Row]) -> Any:
         for row in group:
             _draw_time(left, y, row, colours[row.provider])
             if row.provider in ratios:
-                _draw_ratio(right, y, ratios[row.provider], colours[row.provider])
+                ratio, hatch = ratios[row.provider], "" if ratios[row.provider] >= 1 else "///"
+                right.barh([y], [ratio], 0.9, color=colours[row.provider], hatch=hatch)
+                right.text(ratio, y, f" {ratio:.2f}x", va="center", fontsize=7)
             y += 1
         y += 1
     left.set_xscale("log")
@@ -82,8 +83,3 @@ def _draw_time(axes: Any, y: int, row: Row, colour: str) -> None:
     axes.errorbar([ms], [y], xerr=spread, fmt="o", color=colour)  # a log axis has no zero for bars
     rate = f"{row.tflops:.0f} TFLOP/s" if (row.tflops or 0) >= 50 else f"{row.tb_s:.2g} TB/s"
     axes.text(max(high, ms), y, f"   {ms:.3g} ms, {rate}", va="center", fontsize=7)
-
-
-def _draw_ratio(axes: Any, y: int, ratio: float, colour: str) -> None:
-    axes.barh([y], [ratio], 0.9, color=colour, hatch="" if ratio >= 1 else "///")
-    axes.text(ratio, y, f" {ratio:.2f}x", va="center", fontsize=7)

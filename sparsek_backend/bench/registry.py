@@ -23,38 +23,25 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class GateResult:
-    """Verdict of a correctness gate.
+    """Verdict of a correctness gate."""
 
-    Args:
-        passed: whether the provider's output may be timed and compared.
-        detail: the worst error and its bound, or what failed.
-    """
-
-    passed: bool
-    detail: str
+    passed: bool  # whether the provider's output may be timed and compared
+    detail: str  # the worst error and its bound, or what failed
 
 
 @dataclass(frozen=True)
 class Case:
-    """One workload at one batch spec.
+    """One workload at one batch spec."""
 
-    Args:
-        name: stable name of the workload, e.g. `sink4-w4096`.
-        spec: the batch.
-        params: the op's parameters, complete and checked.
-        bars: floors to report against at the longest spec of the workload: a provider's name maps
-            to the least speed-up of ours over it; `max_ms`, `min_tflops`, `min_roofline` bound
-            ours; `max_growth` bounds ours at the longest spec over the shortest.
-        timing: `cold`, `graph` or `eager` (see `sparsek_backend.bench.timing`).
-        providers: names to run, empty for all.
-    """
-
-    name: str
+    name: str  # stable name of the workload, e.g. `sink4-w4096`
     spec: BatchSpec
-    params: Mapping[str, Param]
+    params: Mapping[str, Param]  # the op's parameters, complete and checked
+    # floors to report against at the longest spec of the workload: a provider's name maps to the
+    # least speed-up of ours over it; `max_ms`, `min_tflops`, `min_roofline` bound ours;
+    # `max_growth` bounds ours at the longest spec over the shortest
     bars: Mapping[str, float] = field(default_factory=dict)
-    timing: str = "cold"
-    providers: tuple[str, ...] = ()
+    timing: str = "cold"  # `cold`, `graph` or `eager` (see `sparsek_backend.bench.timing`)
+    providers: tuple[str, ...] = ()  # names to run, empty for all
 
     def int_param(self, name: str) -> int:
         """An integer parameter; TypeError if it is anything else."""
@@ -82,59 +69,30 @@ class Case:
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation on one case's inputs.
+    """One implementation on one case's inputs."""
 
-    Args:
-        name: `sparsek` for ours.
-        prepare: everything that happens once (compiling, block masks, expanded heads); returns the
-            call that is timed.  Raises `Unavailable`.
-        gate: checks the outputs of that call against an fp64 oracle of what this provider computes.
-        flops: floating-point operations of what it computes.
-        bytes: least bytes to move: each input and output once.
-        note: how it differs from ours, if it does ("window without sinks").
-        use_graph: whether the call may be captured in a CUDA graph.
-        reads_only: whether the bytes are nearly all reads, so that the measured read bandwidth, not
-            the copy bandwidth, is its roofline.
-    """
-
-    name: str
+    name: str  # `sparsek` for ours
+    # everything that happens once (compiling, block masks, expanded heads); returns the call that
+    # is timed.  Raises `Unavailable`.
     prepare: Callable[[], Callable[[], Outputs]]
+    # checks the outputs of that call against an fp64 oracle of what this provider computes
     gate: Callable[[Outputs], GateResult]
-    flops: float
-    bytes: float
-    note: str = ""
-    use_graph: bool = True
+    flops: float  # floating-point operations of what it computes
+    bytes: float  # least bytes to move: each input and output once
+    note: str = ""  # how it differs from ours, if it does ("window without sinks")
+    use_graph: bool = True  # whether the call may be captured in a CUDA graph
+    # whether the bytes are nearly all reads, so that the measured read bandwidth, not the copy
+    # bandwidth, is its roofline
     reads_only: bool = False
 
 
 @dataclass(frozen=True)
 class BenchOp:
-    """A registered op.
-
-    Args:
-        name: as workloads name it.
-        summary: one line for `--list`.
-        defaults: every parameter and its default; workloads may set these and no others.
-        build: makes the inputs on a device and returns the providers over them.
-    """
+    """What workloads name."""
 
     name: str
-    summary: str
+    summary: str  # one line for `--list`
+    # every parameter and its default; workloads may set these and no others
     defaults: Mapping[str, Param]
+    # makes the inputs on a device and returns the providers over them
     build: Callable[[Case, torch.device], list[Provider]]
-
-
-_OPS: dict[str, BenchOp] = {}
-
-
-def register(op: BenchOp) -> BenchOp:
-    """Add an op to the registry; ValueError if the name is taken."""
-    if op.name in _OPS:
-        raise ValueError(f"op: {op.name!r} is registered already")
-    _OPS[op.name] = op
-    return op
-
-
-def registered() -> dict[str, BenchOp]:
-    """The ops whose modules have been imported, by name."""
-    return dict(sorted(_OPS.items()))

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparsek_backend.bench.compare import Comparison
+from sparsek_backend.bench.compare import Pair
 from sparsek_backend.bench.registry import OURS
 from sparsek_backend.bench.results import Row, speedup
 from sparsek_backend.bench.runner import BarResult
@@ -81,11 +81,11 @@ def print_bars(console: Console, results: list[BarResult]) -> None:
     console.print(table)
 
 
-def print_comparison(console: Console, comparison: Comparison) -> None:
+def print_comparison(console: Console, pairs: list[Pair]) -> None:
     """Two result files side by side."""
     names = ("op", "case", "spec", "provider", "A ms", "B ms", "B / A", "")
     table = Table(*names, title="B against A (below 1 is faster)", title_justify="left")
-    for pair in comparison.pairs:
+    for pair in pairs:
         colour = "red" if pair.regressed else "green" if pair.ratio and pair.ratio < 1 else ""
         table.add_row(
             *pair.key,
@@ -95,6 +95,3 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
             f"[{colour}]{pair.verdict}[/{colour}]" if colour else pair.verdict,
         )
     console.print(table)
-    for name, keys in (("only in A", comparison.only_a), ("only in B", comparison.only_b)):
-        if keys:
-            console.print(f"{name}: " + ", ".join(" ".join(key) for key in keys))

@@ -14,61 +14,33 @@ from sparsek_backend.csv_file import write_csv_file
 
 @dataclass(frozen=True)
 class Row:
-    """One provider on one case.  Numbers are None where nothing was timed.
-
-    Args:
-        op: registered op.
-        case: workload name.
-        spec: batch spec.
-        provider: who computed it; `sparsek` is ours.
-        status: `ok`, `gate failed`, `unavailable` or `error`; only `ok` rows are timed.
-        detail: the gate's worst error and bound, or why there is no time.
-        note: how the provider's work differs from ours.
-        ms: median milliseconds.
-        p20_ms: 20th percentile.
-        p80_ms: 80th percentile.
-        samples: timed samples.
-        method: how the time was taken.
-        tflops: TFLOP/s.
-        tb_s: TB/s of the least bytes to move.
-        roofline: least time by the measured limits over `ms`.
-        peak_mib: peak device memory beyond inputs and outputs, MiB.
-        params: the op's parameters, `name=value` joined by spaces.
-        copy_tb_s: measured copy bandwidth of the device.
-        matmul_tflops: measured matmul rate in the case's dtype.
-        gpu: device name.
-        driver: device driver.
-        torch: torch version.
-        triton: triton version.
-        vllm: vLLM version.
-        commit: commit of this project, `+` when it had local changes.
-    """
+    """One provider on one case.  Numbers are None where nothing was timed."""
 
     op: str
-    case: str
+    case: str  # name of the workload
     spec: str
-    provider: str
-    status: str
-    detail: str = ""
-    note: str = ""
-    ms: float | None = None
-    p20_ms: float | None = None
-    p80_ms: float | None = None
-    samples: int | None = None
-    method: str = ""
+    provider: str  # who computed it; `sparsek` is ours
+    status: str  # `ok`, `gate failed`, `unavailable` or `error`; only `ok` rows are timed
+    detail: str = ""  # the gate's worst error and bound, or why there is no time
+    note: str = ""  # how the provider's work differs from ours
+    ms: float | None = None  # median milliseconds
+    p20_ms: float | None = None  # 20th percentile
+    p80_ms: float | None = None  # 80th percentile
+    samples: int | None = None  # timed samples
+    method: str = ""  # how the time was taken
     tflops: float | None = None
-    tb_s: float | None = None
-    roofline: float | None = None
-    peak_mib: float | None = None
-    params: str = ""
-    copy_tb_s: float | None = None
-    matmul_tflops: float | None = None
+    tb_s: float | None = None  # TB/s of the least bytes to move
+    roofline: float | None = None  # least time by the measured limits over `ms`
+    peak_mib: float | None = None  # peak device memory beyond inputs and outputs, MiB
+    params: str = ""  # the op's parameters, `name=value` joined by spaces
+    copy_tb_s: float | None = None  # measured copy bandwidth of the device
+    matmul_tflops: float | None = None  # measured matmul rate in the case's dtype
     gpu: str = ""
     driver: str = ""
     torch: str = ""
     triton: str = ""
     vllm: str = ""
-    commit: str = ""
+    commit: str = ""  # commit of this project, `+` when it had local changes
 
     @property
     def key(self) -> tuple[str, str, str, str]:

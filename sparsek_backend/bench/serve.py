@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from sparsek_backend.bench.plan import Plan, Row
 from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.serve_plot import plot_serve
-from sparsek_backend.bench.shapes import model_folder
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import quantile
 from sparsek_backend.csv_file import write_csv_file
-from sparsek_backend.eval.workers import run_worker
 from sparsek_backend.machine import Machine
-from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 WORKER = "sparsek_backend.bench.serve_worker"
-SILENCE_LIMIT = 1800.0
-"""Seconds that a worker may stay silent before it counts as hung."""
-
-Row = dict[str, Any]
-"""A row of a result file by column; the columns that describe the machine come last."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +30,19 @@ class ServeCase:
     requests: int
 
 
-@dataclass(frozen=True)
-class ServePlan:
-    """Model, cases and settings of a measurement of TTFT and TPOT.
+@dataclass(frozen=True, kw_only=True)
+class ServePlan(Plan):
+    """Model, cases and settings of a measurement of TTFT and TPOT."""
 
-    Args:
-        model: model folder or name, or a name of `SHAPES`.
-        cases: contexts and concurrency.
-        settings: our `sparsek` settings; empty for the defaults.
-        baseline: vLLM backend to compare with, None for vLLM's own choice.
-        output_tokens: tokens generated per request.
-        repeats: samples per case and round.
-        rounds: engines are started in turn, this often; the order alternates.
-        engine: further arguments of `vllm.LLM`.
-        seed: of the prompts.
-    """
+    cases: tuple[ServeCase, ...]  # contexts and concurrency
+    output_tokens: int  # tokens generated per request
+    repeats: int  # samples per case and round
+    rounds: int  # engines are started in turn, this often; the order alternates
 
-    model: str
-    cases: tuple[ServeCase, ...]
-    settings: Mapping[str, Any]
-    baseline: str | None
-    output_tokens: int
-    repeats: int
-    rounds: int
-    engine: Mapping[str, Any]
-    seed: int = 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output_tokens < 2:
+            raise ValueError(f"output_tokens: expected at least 2, got {self.output_tokens}")
 
 
 def parse_cases(contexts: Sequence[str], requests: Sequence[int]) -> tuple[ServeCase, ...]:
@@ -85,43 +65,27 @@ def parse_cases(contexts: Sequence[str], requests: Sequence[int]) -> tuple[Serve
 
 
 def run_serve(plan: ServePlan, machine: Machine, on_progress: Callable[[str], None]) -> list[Row]:
-    """Measure both backends in turn, each in processes of its own.
+    """Measure both backends in turn.
 
     Raises:
-        ValueError: unknown model.
         WorkerError: an engine failed; the message names the backend.
     """
-    if plan.output_tokens < 2:
-        raise ValueError(f"output_tokens: expected at least 2, got {plan.output_tokens}")
-    names = (plan.baseline or "vLLM's own", BACKEND_NAME)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory(prefix="sparsek-shape-") as folder:
-        model, loading = model_folder(plan.model, Path(folder))
-        for turn in range(plan.rounds):
-            for name in names if turn % 2 == 0 else names[::-1]:
-                ours = name == BACKEND_NAME
-                job = {
-                    "model": str(model),
-                    "settings": dict(plan.settings) if ours else None,
-                    "baseline": None if ours else plan.baseline,
-                    "cases": [asdict(case) for case in plan.cases],
-                    "output_tokens": plan.output_tokens,
-                    "repeats": plan.repeats,
-                    "engine": {**plan.engine, **loading},
-                    "seed": plan.seed + turn,
-                }
-                label = f"{name}, round {turn + 1}"
-                on_progress(f"{label}: starting the engine")
-
-                def tell(line: str, label: str = label) -> None:
-                    on_progress(f"{label}: {line}")
-
-                one = run_worker(WORKER, job, label=label, on_progress=tell, timeout=SILENCE_LIMIT)
-                found[name].append(one)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.backends}
+    for turn in range(plan.rounds):
+        job = {
+            "cases": [asdict(case) for case in plan.cases],
+            "output_tokens": plan.output_tokens,
+            "repeats": plan.repeats,
+            "seed": plan.seed + turn,
+        }
+        for name in plan.backends if turn % 2 == 0 else plan.backends[::-1]:
+            label = f"{name}, round {turn + 1}"
+            one = plan.run(WORKER, job, backend=name, label=label, on_progress=on_progress)
+            found[name].append(one)
     return [
         _row(plan, machine, name, index, found[name])
         for index in range(len(plan.cases))
-        for name in names
+        for name in plan.backends
     ]
 
 
@@ -146,14 +110,9 @@ def _row(
         "samples": sum(len(one["cases"][index]["ttft_s"]) for one in rounds),
         "attended_share": rounds[0]["attended_share"],
         "kv_cache_tokens": rounds[0]["kv_cache_tokens"],
-        "settings": settings_text(plan.settings) if name == BACKEND_NAME else "",
+        "settings": plan.settings_of(name),
         **asdict(machine),
     }
-
-
-def settings_text(settings: Mapping[str, Any]) -> str:
-    """Settings as a row has them."""
-    return " ".join(f"{key}={value}" for key, value in settings.items()) or "defaults"
 
 
 def write_results(out: Path, name: str, rows: Sequence[Row]) -> list[Path]:

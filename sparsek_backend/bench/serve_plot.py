@@ -21,10 +21,8 @@ def plot_serve(records: Records, path: Path) -> None:
 
     Args:
         records: rows of `sparsek bench serve`; of several files, if of one model and machine.
-        path: the PNG to write.
 
     Raises:
-        ImportError: matplotlib is missing; the message has the install command.
         ValueError: no records, or of several models or GPUs.
     """
     pyplot = import_pyplot()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsek_backend.eval.engine import close_engine, ensure_entry_point, open_engine
@@ -24,6 +24,20 @@ def read_stats(_worker: Any) -> tuple[int, float]:
     from sparsek_backend.vllm_backend.stats import STATS
 
     return STATS.forward_calls, STATS.attended_share
+
+
+def checked_share(found: Sequence[tuple[int, float]]) -> float:
+    """The attended share of what :func:`read_stats` found in vLLM's workers."""
+    calls, share = found[0]
+    if not calls:
+        raise RuntimeError("SPARSEK was chosen, but its forward never ran")
+    return share
+
+
+def cache_tokens(vllm_config: Any) -> int:
+    """Tokens of an engine's KV cache."""
+    cache = vllm_config.cache_config
+    return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
 
 class Bench:
@@ -85,21 +99,13 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
     report_progress("engine ready")
     try:
         config = engine.llm_engine.vllm_config
-        cache = config.cache_config
-        capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        capacity = cache_tokens(config)
         bench = Bench(engine, config.model_config.get_vocab_size(), job["seed"])
         results = [_measure(bench, case, job, capacity) for case in cases]
-        forward_calls, attended_share = 0, 1.0
+        share = 1.0
         if job["settings"] is not None:
-            forward_calls, attended_share = engine.collective_rpc(read_stats)[0]
-            if not forward_calls:
-                raise RuntimeError("SPARSEK was chosen, but its forward never ran")
-        return {
-            "cases": results,
-            "kv_cache_tokens": capacity,
-            "forward_calls": forward_calls,
-            "attended_share": attended_share,
-        }
+            share = checked_share(engine.collective_rpc(read_stats))
+        return {"cases": results, "kv_cache_tokens": capacity, "attended_share": share}
     finally:
         close_engine(engine)
 

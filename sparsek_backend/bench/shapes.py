@@ -60,24 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Write the shape's config.json into `folder`, for `load_format="dummy"`.
-
-    Raises:
-        ValueError: unknown shape.
-    """
-    if name not in SHAPES:
-        raise ValueError(f"model: expected a folder or one of {', '.join(SHAPES)}, got {name!r}")
+    """The folder, after the shape's config.json was written into it, for `load_format="dummy"`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1), encoding="utf-8")
     return folder
-
-
-def model_folder(name: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder of a model, and what an engine needs to load it: a shape is written to `scratch`.
-
-    Raises:
-        ValueError: neither a folder nor a shape.
-    """
-    if Path(name).is_dir() and name not in SHAPES:
-        return Path(name), {}
-    return write_shape(name, scratch), {"load_format": "dummy"}

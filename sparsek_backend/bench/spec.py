@@ -23,17 +23,11 @@ _UNITS = {"k": 1024, "m": 1024 * 1024}
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """Requests of one step: query tokens and keys (query tokens included) of each.
+    """Requests of one step: query tokens and keys (query tokens included) of each."""
 
-    Args:
-        text: the spec as written.
-        query_lens: new tokens of each request.
-        seq_lens: keys of each request, its new tokens included.
-    """
-
-    text: str
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
+    text: str  # the spec as written
+    query_lens: tuple[int, ...]  # new tokens of each request
+    seq_lens: tuple[int, ...]  # keys of each request, its new tokens included
 
     @property
     def num_requests(self) -> int:

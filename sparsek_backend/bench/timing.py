@@ -85,11 +85,7 @@ def time_interleaved(
     call would otherwise run at the clock that the call before it left.
 
     Args:
-        timed: the calls.
-        device: where they run.
         budget_ms: time to spend on samples of all calls together; `min_samples` wins over it.
-        min_samples: least samples of each.
-        max_samples: most samples of each.
     """
     clock = _CudaClock(device) if device.type == "cuda" else _WallClock()
     for call in timed:
@@ -112,14 +108,16 @@ def time_interleaved(
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The sample that ``share`` of the ascending samples do not exceed."""
+    """The sample that ``share`` of the ascending samples do not exceed; for a half the median."""
+    if share == 0.5:
+        return statistics.median(ordered)
     return ordered[round(share * (len(ordered) - 1))]
 
 
 def _summary(values: list[float], method: str) -> Timing:
     ordered = sorted(values)
     return Timing(
-        median_ms=statistics.median(ordered),
+        median_ms=quantile(ordered, 0.5),
         p20_ms=quantile(ordered, 0.2),
         p80_ms=quantile(ordered, 0.8),
         samples=len(ordered),

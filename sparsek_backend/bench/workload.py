@@ -17,10 +17,12 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from sparsek_backend.bench.ops import get_op
+from sparsek_backend.bench.ops import OPS
 from sparsek_backend.bench.registry import BenchOp, Case
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import TimingKind
+from sparsek_backend.extras import needing
+from sparsek_backend.infllm import describe
 
 
 class _Entry(BaseModel, extra="forbid"):
@@ -55,12 +57,8 @@ def load_workloads(path: Path) -> list[Workload]:
         ValueError: unknown op, key, parameter, timing or malformed spec; the message names the file
             and the workload.
     """
-    try:
+    with needing("reading workloads needs pyyaml", extra="bench"):
         import yaml
-    except ImportError as error:
-        raise ImportError(
-            "reading workloads needs pyyaml: pip install 'sparsek-backend[bench]'"
-        ) from error
     if not path.is_file():
         raise ValueError(f"yaml: expected a workload file, got {str(path)!r} which does not exist")
     try:
@@ -75,10 +73,7 @@ def parse_workloads(document: object, source: str) -> list[Workload]:
     try:
         file = _File.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        message = f"{source}: {place}: {first['msg']}, got {first['input']!r}"
-        raise ValueError(message) from error
+        raise ValueError(f"{source}: {describe(error)}") from error
     names = [(entry.op, entry.name) for entry in file.workloads]
     for op, name in names:
         if names.count((op, name)) > 1:
@@ -87,7 +82,9 @@ def parse_workloads(document: object, source: str) -> list[Workload]:
 
 
 def _workload(entry: _Entry, defaults: dict[str, Any], source: str) -> Workload:
-    where, op = f"{source}: workload {entry.name!r}", get_op(entry.op)
+    where, op = f"{source}: workload {entry.name!r}", OPS.get(entry.op)
+    if op is None:
+        raise ValueError(f"{where}: op: expected one of {', '.join(OPS)}, got {entry.op!r}")
     for name in entry.params:
         if name not in op.defaults:
             raise ValueError(

@@ -30,19 +30,13 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One launch.
+    """One launch."""
 
-    Args:
-        rows: the rank's rows that are its queries.
-        pieces: where its keys lie.
-        cu_seqlens_q: offsets of the items' queries, where there are several items.
-        cu_seqlens_k: offsets of their keys.
-    """
-
-    rows: tuple[slice, ...]
-    pieces: tuple[Piece, ...]
+    rows: tuple[slice, ...]  # the rank's rows that are its queries
+    pieces: tuple[Piece, ...]  # where its keys lie
+    # offsets of the items' queries, where there are several items
     cu_seqlens_q: tuple[int, ...] | None = None
-    cu_seqlens_k: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None  # offsets of their keys
 
 
 def calls_of(items: Sequence[Item], batch: int) -> tuple[Call, ...]:

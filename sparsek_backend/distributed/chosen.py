@@ -39,12 +39,8 @@ def fetch_chosen(
     All ranks call this; each waits for its GPU, and tells the others what it asks for.
 
     Args:
-        channel: the ranks.
-        layout: which rank holds which tokens.
-        groups: the rank's queries.
         indices: blocks that each group's queries chose, ``[B, N, Hkv, S]`` int32.
         tensors: this rank's rows, ``[B, rows, H, D]`` each.
-        sel_block_size: tokens of a block.
     """
     asked: list[list[Range]] = []
     places: list[torch.Tensor] = []

@@ -53,10 +53,7 @@ class Exchange:
     """Rows of some tensors of one shape, sent to who needs them; later their gradients back.
 
     Args:
-        channel: the ranks.
-        transfers: what this rank sends and receives.
         like: one of the tensors, ``[B, rows, H, D]``.
-        count: how many there are.
     """
 
     def __init__(
@@ -187,8 +184,6 @@ class Fetch:
     computed between start and wait has its backward pass while they travel.
 
     Args:
-        channel: the ranks.
-        transfers: what this rank sends, receives and asks for.
         tensors: ``[B, rows, H, D]`` each, of one shape, dtype and device.
     """
 

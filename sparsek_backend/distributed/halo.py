@@ -30,20 +30,13 @@ class HaloPlan:
 
     Buffer 0 of a piece holds the rank's own rows.  The rows of each source of sinks follow, then
     the rows of each source of the halo.
-
-    Args:
-        sinks: the exchange of sinks.
-        halo: the exchange of the keys before each segment.
-        alone: calls that need neither.
-        after_sinks: calls that need sinks of other ranks.
-        after_halo: calls that need the halo too.
     """
 
     sinks: Transfers
-    halo: Transfers
-    alone: tuple[Call, ...]
-    after_sinks: tuple[Call, ...]
-    after_halo: tuple[Call, ...]
+    halo: Transfers  # the exchange of the keys before each segment
+    alone: tuple[Call, ...]  # calls that need neither
+    after_sinks: tuple[Call, ...]  # calls that need sinks of other ranks
+    after_halo: tuple[Call, ...]  # calls that need the halo too
 
 
 def _query_ranges(segment: Segment, window: int) -> list[Range]:

@@ -29,19 +29,12 @@ Order = Literal["contiguous", "zigzag"] | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of one sequence on one rank.
+    """Consecutive tokens of one sequence on one rank."""
 
-    Args:
-        sequence: first token of the sequence in the stream.
-        start: first token in the stream.
-        stop: token past the last one.
-        row: row of the rank's shard that holds the first token.
-    """
-
-    sequence: int
-    start: int
-    stop: int
-    row: int
+    sequence: int  # first token of the sequence in the stream
+    start: int  # first token in the stream
+    stop: int  # token past the last one
+    row: int  # row of the rank's shard that holds the first token
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -182,12 +175,7 @@ class SequenceLayout:
 
 
 def check_mesh(mesh: DeviceMesh, layout: SequenceLayout) -> None:
-    """Check that a mesh has one dimension with the ranks of a layout.
-
-    Raises:
-        TypeError: no mesh, or no layout.
-        ValueError: a mesh of another shape, or without this rank.
-    """
+    """Check that a mesh has one dimension with the ranks of a layout."""
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout: expected a SequenceLayout, got {type(layout).__name__}")
     if not isinstance(mesh, DeviceMesh):
@@ -203,11 +191,7 @@ def check_mesh(mesh: DeviceMesh, layout: SequenceLayout) -> None:
 
 
 def check_shard(name: str, x: torch.Tensor, layout: SequenceLayout) -> None:
-    """Check that a tensor ``[B, n, ...]`` is a shard of a layout.
-
-    Raises:
-        ValueError: another number of tokens, or a batch of packed sequences.
-    """
+    """Check that a tensor ``[B, n, ...]`` is a shard of a layout."""
     if x.shape[1] != layout.tokens_per_rank:
         raise ValueError(
             f"{name}: expected {layout.tokens_per_rank} tokens, the layout's shard, "

@@ -26,9 +26,6 @@ class Channel:
 
     It does not keep the group: one that outlived ``destroy_process_group`` would run its threads
     until the interpreter ends, which may abort the process.
-
-    Args:
-        group: the ranks of a mesh.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -69,11 +66,7 @@ class Channel:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Turn a failure of the transport into an error that says what it means.
-
-        Raises:
-            RuntimeError: another rank failed or did not answer in time.
-        """
+        """Turn a failure of the transport into an error that says what it means."""
         try:
             yield
         except RuntimeError as error:

@@ -27,23 +27,14 @@ class NSASettings(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NSACall:
-    """The queries of a group and what they attend, but for the keys of tokens.
+    """The queries of a group and what they attend, but for the keys of tokens."""
 
-    Args:
-        settings: mask and scale.
-        q: the group's queries.
-        gates: of the compressed, selected and sliding branch.
-        compressed: compressed keys and values.
-        cu_seqlens: offsets, where the group has several sequences.
-        seq_len: tokens up to the last query.
-    """
-
-    settings: NSASettings
-    q: torch.Tensor
-    gates: tuple[torch.Tensor, ...]
-    compressed: Pair
-    cu_seqlens: torch.Tensor | None
-    seq_len: int
+    settings: NSASettings  # mask and scale
+    q: torch.Tensor  # the group's queries
+    gates: tuple[torch.Tensor, ...]  # of the compressed, selected and sliding branch
+    compressed: Pair  # compressed keys and values
+    cu_seqlens: torch.Tensor | None  # offsets, where the group has several sequences
+    seq_len: int  # tokens up to the last query
 
     @classmethod
     def of(

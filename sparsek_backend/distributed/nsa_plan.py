@@ -39,23 +39,15 @@ class Group:
 
 @dataclass(frozen=True)
 class NSAPlan:
-    """Exchanges and launches of one rank; each exchange but ``halo`` has a request for each group.
+    """Exchanges and launches of one rank; exchanges but ``halo`` have a request for each group."""
 
-    Args:
-        halo: the exchange of the tokens that this rank's blocks are made of.
-        blocks: of each segment with new blocks, the position of the first and how many.
-        compressed: the exchange of compressed blocks.
-        selected: the exchange of the selected branch's keys.
-        sliding: the exchange of the window's keys.
-        groups: the calls.
-    """
-
-    halo: Transfers
+    halo: Transfers  # the exchange of the tokens that this rank's blocks are made of
+    # of each segment with new blocks, the position of the first and how many
     blocks: tuple[tuple[int, int], ...]
-    compressed: Transfers
-    selected: Transfers
-    sliding: Transfers
-    groups: tuple[Group, ...]
+    compressed: Transfers  # the exchange of compressed blocks
+    selected: Transfers  # the exchange of the selected branch's keys
+    sliding: Transfers  # the exchange of the window's keys
+    groups: tuple[Group, ...]  # the calls
 
 
 def _groups(segments: tuple[Segment, ...], batch: int) -> list[list[Segment]]:

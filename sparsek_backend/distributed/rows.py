@@ -94,16 +94,12 @@ def _from_others(
 
 @dataclass(frozen=True)
 class Transfers:
-    """Rows that one rank sends and receives, and the lists that it makes of them.
+    """Rows that one rank sends and receives, and the lists that it makes of them."""
 
-    Args:
-        sends: ranks of the mesh and the own rows that each gets.
-        receives: ranks of the mesh and how many rows each sends.
-        requests: the pieces of each requested list of ranges, in its order.
-    """
-
+    # ranks of the mesh and the own rows that each gets
     sends: tuple[tuple[int, tuple[slice, ...]], ...]
-    receives: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]  # ranks of the mesh and how many rows each sends
+    # the pieces of each requested list of ranges, in its order
     requests: tuple[tuple[Piece, ...], ...]
 
 

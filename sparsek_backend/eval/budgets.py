@@ -30,14 +30,10 @@ _MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget as the user wrote it, and the settings that it stands for.
+    """A budget as the user wrote it, and the settings that it stands for."""
 
-    Args:
-        label: as the user wrote it.
-        settings: vLLM's `sparsek` section; None is dense attention by vLLM's own backend.
-    """
-
-    label: str
+    label: str  # as the user wrote it
+    # vLLM's `sparsek` section; None is dense attention by vLLM's own backend
     settings: Mapping[str, Any] | None
 
     @cached_property

@@ -18,6 +18,7 @@ import sparsek_backend
 import sparsek_kernels
 from sparsek_backend.eval.prompt import Prompt, Tokens
 from sparsek_backend.eval.scoring import Reply
+from sparsek_backend.extras import needing
 from sparsek_backend.plugin import register
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
@@ -36,13 +37,10 @@ def open_engine(
     """A `vllm.LLM`.
 
     Args:
-        model: model folder or name.
         settings: the `sparsek` settings, or None for another backend.
         baseline: that other backend; None is vLLM's own choice.
         in_process: whether the engine core runs in this process, so that its counters can be read
             here; False is how a server runs it.
-        create: makes another engine of the same arguments.
-        **arguments: further arguments of `vllm.LLM`.
 
     Raises:
         ImportError: vLLM is not installed; the message has the install command.
@@ -50,14 +48,9 @@ def open_engine(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    try:
+    with needing("this needs vLLM (without a GPU: bash deploy/quickstart.sh)", extra="vllm"):
         from vllm import LLM
         from vllm.platforms import current_platform
-    except ImportError as error:
-        raise ImportError(
-            "this needs vLLM: pip install 'sparsek-backend[vllm]' with a GPU, "
-            "bash deploy/quickstart.sh without"
-        ) from error
     for name in [name for name in os.environ if name.startswith("SPARSEK_")]:
         del os.environ[name]  # the settings given are the whole of them
     register()
@@ -115,10 +108,6 @@ def open_scoring_engine(model: str, **arguments: Any) -> Any:
     """A `vllm.LLM` that needs no tokenizer and takes tokens to force.
 
     vLLM's first model runner is chosen: its logits processors are the same in every version.
-
-    Args:
-        model: model folder or name.
-        **arguments: of :func:`open_engine`.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     arguments.setdefault("skip_tokenizer_init", True)
@@ -133,7 +122,6 @@ class LocalScorer:
     """A :class:`Scorer` over an in-process engine.
 
     Args:
-        engine: of :func:`open_scoring_engine`.
         decode: token ids to text, or ``None`` where there is no tokenizer.
     """
 

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from sparsek_backend.extras import needing
+
 Record: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """Gets a layer's index, q ``[1, N, Hq, D]``, k and v ``[1, N, Hkv, D]``, and the softmax scale."""
 
@@ -22,10 +24,8 @@ def read_layers(model: str, ids: Sequence[int], record: Record) -> None:
         ImportError: Transformers is not installed.
         ValueError: no layer was shown: the model has none that is causal, of full attention.
     """
-    try:
+    with needing("this needs Transformers", extra="eval"):
         from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise ImportError("this needs Transformers: pip install 'sparsek-backend[eval]'") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype="auto", attn_implementation="sdpa"

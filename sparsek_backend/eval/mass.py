@@ -28,21 +28,15 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class Mass:
-    """Share of the exact mass that a layer's selection catches, mean over queries and query heads.
+    """Share of the mass that a layer's selection catches, mean over queries and query heads."""
 
-    Args:
-        phase: ``prefill``, where a tile shares a selection, or ``decode``, where each query has
-            its own.
-        caught: ``[Hkv]`` share of the exact mass.
-        best: ``[Hkv]`` what the best choice of ``top_k`` blocks for each query would catch.
-        attended: ``[Hkv]`` share of the keys that is attended.
-    """
-
+    # ``prefill``, where a tile shares a selection, or ``decode``, where each query has its own
     phase: str
     layer: int
-    caught: torch.Tensor
+    caught: torch.Tensor  # ``[Hkv]`` share of the exact mass
+    # ``[Hkv]`` what the best choice of ``top_k`` blocks for each query would catch
     best: torch.Tensor
-    attended: torch.Tensor
+    attended: torch.Tensor  # ``[Hkv]`` share of the keys that is attended
 
 
 def block_masses(
@@ -184,11 +178,7 @@ def phase_summaries(masses: Sequence[Mass]) -> list[str]:
 
 
 def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
-    """Draw a heat map for each phase: the caught share for each layer and KV head.
-
-    Raises:
-        ImportError: matplotlib is missing; the message has the install command.
-    """
+    """Draw a heat map for each phase: the caught share for each layer and KV head."""
     pyplot = import_pyplot()
     layers = len({mass.layer for mass in masses})
     heads = len(masses[0].caught)

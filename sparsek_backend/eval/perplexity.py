@@ -51,10 +51,6 @@ def pick_texts(
 
 
 def score_text(logprobs: Sequence[float]) -> dict[str, Any]:
-    """Mean NLL (nats per token) of a text, whole and over its second half.
-
-    Args:
-        logprobs: of each token but the first.
-    """
+    """Mean NLL (nats per token) of a text, whole and over its second half."""
     half = logprobs[(len(logprobs) + 1) // 2 - 1 :]
     return {"nll": -fmean(logprobs), "nll_second_half": -fmean(half)}

@@ -15,15 +15,7 @@ _MARKERS = {"both": "o", "prefill": "^", "decode": "v"}
 
 
 def plot_accuracy(rows: Sequence[Row], path: Path, model: str) -> Path:
-    """Draw one panel for each length and variant.
-
-    Args:
-        rows: of :func:`sparsek_backend.eval.results.retrieval_rows`.
-        model: its name, for the title.
-
-    Raises:
-        ImportError: matplotlib is missing; the message has the install command.
-    """
+    """Draw one panel for each length and variant."""
     pyplot = import_pyplot()
     means = [row for row in rows if row["task"] == MEAN] or list(rows)
     variants = list(dict.fromkeys(row["variant"] for row in means))

@@ -36,64 +36,42 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt in words, of no certain length yet.
+    """A prompt in words, of no certain length yet."""
 
-    Args:
-        head: the instruction at the start.
-        needles: depth in the body (0 is its start, 1 its end) and text of everything that must be
-            in it, in any order.
-        filler: text for the rest of the body, piece by piece, without end.
-        question: what is asked, behind the body.
-        lead: first words of the answer, given to the model.
-        answers: what a right answer contains.
-        target: the whole right answer, as it continues ``lead``.
-        evidence: which needles the answer rests on, as indices; ``None`` for all.
-    """
-
-    head: str
+    head: str  # the instruction at the start
+    # depth in the body (0 is its start, 1 its end) and text of everything that must be in it, in
+    # any order
     needles: Sequence[tuple[float, str]]
-    filler: Iterator[str]
-    question: str
-    lead: str
-    answers: tuple[str, ...]
-    target: str
+    filler: Iterator[str]  # text for the rest of the body, piece by piece, without end
+    question: str  # what is asked, behind the body
+    lead: str  # first words of the answer, given to the model
+    answers: tuple[str, ...]  # what a right answer contains
+    target: str  # the whole right answer, as it continues ``lead``
+    # which needles the answer rests on, as indices; ``None`` for all
     evidence: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One thing that a right answer contains.
+    """One thing that a right answer contains."""
 
-    Args:
-        text: as text.
-        tokens: as token ids, in each form that it may take after other tokens.
-    """
-
-    text: str
-    tokens: tuple[Tokens, ...]
+    text: str  # as text
+    tokens: tuple[Tokens, ...]  # as token ids, in each form that it may take after other tokens
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of exactly ``length`` tokens.
-
-    Args:
-        task, variant, length, index: which one it is.
-        pieces: its token ids, in pieces that many prompts share.
-        answers: what a right answer contains.
-        target: the whole right answer, whose log-likelihood is measured.
-        max_tokens: tokens to generate.
-        evidence: first token and the one behind the last of every piece that the answer rests on.
-    """
+    """A prompt of exactly ``length`` tokens."""
 
     task: str
     variant: Variant
     length: int
     index: int
-    pieces: tuple[Tokens, ...]
-    answers: tuple[Answer, ...]
-    target: Tokens
-    max_tokens: int
+    pieces: tuple[Tokens, ...]  # its token ids, in pieces that many prompts share
+    answers: tuple[Answer, ...]  # what a right answer contains
+    target: Tokens  # the whole right answer, whose log-likelihood is measured
+    max_tokens: int  # to generate
+    # first token and the one behind the last of every piece that the answer rests on
     evidence: tuple[tuple[int, int], ...]
 
     @property

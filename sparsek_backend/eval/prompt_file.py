@@ -27,16 +27,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts and texts of an evaluation.
+    """Prompts and texts of an evaluation."""
 
-    Args:
-        prompts: the retrieval prompts.
-        texts: name and token ids of texts for perplexity.
-        details: how they were made: model, seed, chat template.
-    """
-
-    prompts: Sequence[Prompt] = ()
-    texts: Sequence[tuple[str, Tokens]] = ()
+    prompts: Sequence[Prompt] = ()  # the retrieval prompts
+    texts: Sequence[tuple[str, Tokens]] = ()  # name and token ids of texts for perplexity
+    # how they were made: model, seed, chat template
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -82,9 +83,11 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append lines, in place of half a line at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        file.seek(0)
-        data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 

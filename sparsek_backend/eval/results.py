@@ -21,28 +21,16 @@ MEAN = "mean"
 """Stands for all tasks, each with the same weight."""
 
 
-def _with_ends(name: str) -> tuple[str, str, str]:
-    """The columns of a mean and of the two ends of its interval."""
-    return name, f"{name}_low", f"{name}_high"
-
-
 @dataclass(frozen=True)
 class Run:
-    """Everything that one budget, or one server, scored.
+    """Everything that one budget, or one server, scored."""
 
-    Args:
-        label: the budget as written, or a server's label.
-        settings: its settings, ``None`` for dense or where only the server knows.
-        known: whether the settings are known: a server's are not.
-        about: its line of the record: machine, backend, seconds.
-        rows: its scores.
-    """
-
-    label: str
+    label: str  # the budget as written, or a server's label
+    # its settings, ``None`` for dense or where only the server knows
     settings: Mapping[str, Any] | None
-    known: bool
-    about: Row
-    rows: Sequence[Row]
+    known: bool  # whether the settings are known: a server's are not
+    about: Row  # its line of the record: machine, backend, seconds
+    rows: Sequence[Row]  # its scores
 
     def share(self, phase: str, length: int) -> float | None:
         """Attended share of the ``prefill`` or the ``decode`` at a length, where it is known."""
@@ -139,7 +127,8 @@ def _compare(groups: Sequence[Sequence[tuple[Row, Row]]], *, is_reference: bool)
         return mean_interval([[value(*pair) for pair in group] for group in groups])
 
     def cells(name: str, value: Callable[[Row, Row], float]) -> Row:
-        return dict(zip(_with_ends(name), interval(value), strict=True))
+        columns = (name, f"{name}_low", f"{name}_high")
+        return dict(zip(columns, interval(value), strict=True))
 
     pairs = [pair for group in groups for pair in group]
     cell = {
@@ -207,11 +196,7 @@ def _perplexity(pairs: Sequence[tuple[Row, Row]]) -> Row:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Warnings to print above the figures.
-
-    Args:
-        rows: of :func:`retrieval_rows` and :func:`perplexity_rows`.
-    """
+    """Warnings to print above the figures."""
     tasks = [row for row in rows if row.get("task") not in (None, MEAN)]
     wanted = max((row["prompts"] for row in tasks), default=0)
     found = [

@@ -17,12 +17,10 @@ from sparsek_backend.eval.options import server_of
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.record import append_rows, run_key
 from sparsek_backend.eval.served import ServedScorer
-from sparsek_backend.eval.workers import run_worker
+from sparsek_backend.eval.workers import SILENCE_LIMIT, run_worker
 from sparsek_backend.machine import choose_device, cpu_dtype, describe_machine
 
 WORKER = "sparsek_backend.eval.worker"
-SILENCE_LIMIT = 1800.0
-"""Seconds that a worker may stay silent before it counts as hung."""
 _BATCH_ON_GPU, _BATCH_ON_CPU = 128, 4
 _SERVER_BATCH = 32
 _ENGINE_ON_GPU = {
@@ -37,18 +35,12 @@ OnProgress = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a run finds its prompts and leaves its scores.
+    """Where a run finds its prompts and leaves its scores."""
 
-    Args:
-        prompts: what is asked; ``prompts_file`` is the same on disk.
-        record: the JSON lines.
-        commit: to record where there is no git.
-    """
-
-    prompts: PromptSet
+    prompts: PromptSet  # what is asked; ``prompts_file`` is the same on disk
     prompts_file: Path
-    record: Path
-    commit: str = ""
+    record: Path  # the JSON lines
+    commit: str = ""  # to record where there is no git
 
     def missing(self, key: str, on_progress: OnProgress) -> PromptSet:
         """What the record lacks of a run; progress is told of the rest."""
@@ -61,15 +53,10 @@ class Workplace:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model in an engine of our own.
+    """A model in an engine of our own."""
 
-    Args:
-        model: folder or name.
-        engine: arguments of `vllm.LLM`.
-    """
-
-    model: str
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    model: str  # folder or name
+    engine: Mapping[str, Any] = field(default_factory=dict)  # arguments of `vllm.LLM`
 
     @property
     def name(self) -> str:

@@ -11,33 +11,21 @@ from sparsek_backend.eval.prompt import Answer, Prompt, Tokens
 
 @dataclass(frozen=True)
 class Reply:
-    """A model's reply to a prompt, with the log-probabilities of the right answer.
+    """A model's reply to a prompt, with the log-probabilities of the right answer."""
 
-    Args:
-        tokens: the greedy continuation, or ``None`` where only its text is known.
-        text: the same as text, or ``None`` where there is no tokenizer.
-        target_logprobs: log-probability of every token of the prompt's target, given those before
-            it.
-    """
-
-    tokens: Tokens | None
-    text: str | None
+    tokens: Tokens | None  # the greedy continuation, or ``None`` where only its text is known
+    text: str | None  # the same as text, or ``None`` where there is no tokenizer
+    # log-probability of every token of the prompt's target, given those before it
     target_logprobs: Sequence[float]
 
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy of a reply, and the NLL of the right answer.
+    """Accuracy of a reply, and the NLL of the right answer."""
 
-    Args:
-        accuracy: share of the expected answers that it contains.
-        correct: whether it contains all of them.
-        nll: mean negative log-likelihood of the right answer, nats per token.
-    """
-
-    accuracy: float
-    correct: bool
-    nll: float
+    accuracy: float  # share of the expected answers that it contains
+    correct: bool  # whether it contains all of them
+    nll: float  # mean negative log-likelihood of the right answer, nats per token
 
 
 def score_reply(prompt: Prompt, reply: Reply) -> Score:

@@ -27,7 +27,6 @@ class ServedScorer:
     Args:
         base_url: e.g. `http://127.0.0.1:8000/v1`.
         model: served model name; None takes the first that the server lists.
-        timeout: seconds for one request.
 
     Raises:
         ServerError: no server answers, or it does not list the model.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsek_backend.eval.prompt import Tokens
+from sparsek_backend.extras import needing
 
 _USER = "\u2063user words\u2063"  # stands for the user's words in a rendered chat template
 _LARGEST_CACHE = 1 << 16
@@ -23,12 +24,8 @@ class HubTokenizer:
     """
 
     def __init__(self, model: str, chat: bool | None = None) -> None:
-        try:
+        with needing("prompts need Transformers", extra="eval"):
             from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ImportError(
-                "prompts need Transformers: pip install 'sparsek-backend[eval]'"
-            ) from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
             # from a config alone, Transformers makes a tokenizer without a vocabulary

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRESS = "PROGRESS "
+SILENCE_LIMIT = 1800.0
+"""Seconds that an engine's worker may stay silent before it counts as hung."""
 _TAIL_LINES = 15
 _POLL_SECONDS = 0.2
 
@@ -37,10 +39,6 @@ def run_worker(
     """Run one worker to its end.
 
     Args:
-        module: the worker's module.
-        job: its input, JSON.
-        label: names it in errors.
-        on_progress: gets each progress line.
         timeout: seconds without any output after which the worker is ended; None waits for ever.
 
     Raises:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.distributed import SequenceLayout
+from sparsek_backend.extras import needing
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
@@ -157,12 +158,7 @@ class NSALlamaDecoderLayer(nn.Module):
 
 
 class NSALlamaModel(nn.Module):
-    """Embedding, layers and last norm.
-
-    Args:
-        config: sizes.
-        mesh: ranks that share each sequence (context parallelism); one dimension.
-    """
+    """Embedding, layers and last norm."""
 
     def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -205,15 +201,10 @@ class NSALlamaModel(nn.Module):
 
 
 class CausalLMOutput(NamedTuple):
-    """What the model gives where it is given labels.
+    """What the model gives where it is given labels."""
 
-    Args:
-        loss: mean over the tokens that have a label, fp32.
-        logits: ``[B, N, vocab]``, of the next tokens.
-    """
-
-    loss: torch.Tensor
-    logits: torch.Tensor
+    loss: torch.Tensor  # mean over the tokens that have a label, fp32
+    logits: torch.Tensor  # ``[B, N, vocab]``, of the next tokens
 
 
 class NSALlamaForCausalLM(nn.Module):
@@ -405,8 +396,6 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def _safetensors() -> Any:
-    try:
+    with needing("weights on disk need safetensors", extra="train"):
         import safetensors.torch
-    except ImportError as error:
-        raise ImportError("safetensors is not installed; pip install safetensors") from error
     return safetensors.torch

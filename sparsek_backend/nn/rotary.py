@@ -14,11 +14,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
     Args:
         x: ``[B, N, H, D]``, D even, any floating dtype; angles are computed in fp32 (fp64 for
             fp64 inputs).
-        positions: ``[N]`` or ``[B, N]`` integers.
         theta: base of the frequencies.
-
-    Returns:
-        The rotated tensor in the dtype of ``x``.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     frequencies = rotary_frequencies(x.shape[-1], theta, dtype=compute, device=x.device)

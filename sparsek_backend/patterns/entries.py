@@ -20,7 +20,6 @@ def indices_of_entries(
 
     Args:
         places: ``[3, entries]`` int64: pattern, query block and key block of each entry.
-        num_patterns: P.
         shape: ``(R, C)``, query and key blocks.
         weights: ``[entries]`` fp32; weights of repeats are added.
     """

@@ -110,11 +110,7 @@ def watch_model(
     heads: Heads,
     importance: ImportanceOptions | None = None,
 ) -> dict[int, LearnedPattern]:
-    """Dense patterns that watched the layers of a model on all batches, by layer index.
-
-    Args:
-        model: see :func:`learn_model_patterns`, as the others.
-    """
+    """Dense patterns that watched the layers of a model on all batches, by layer index."""
     options = importance or ImportanceOptions(reduction="mean", window=max(len(batches), 1))
     tokens = length_of(batches)
     watched = learned_patterns(model, tokens, block_size, heads=heads, importance=options)
@@ -123,11 +119,7 @@ def watch_model(
 
 
 def length_of(batches: Sequence[torch.Tensor]) -> int:
-    """Tokens of the texts of all batches.
-
-    Raises:
-        ValueError: texts of several lengths, or none.
-    """
+    """Tokens of the texts of all batches."""
     lengths = sorted({ids.shape[1] for ids in batches})
     if len(lengths) != 1:
         raise ValueError(f"batches: expected texts of one length, got lengths {lengths}")
@@ -173,7 +165,6 @@ def observe_model(
     """Run a model, attending everything, and show each layer's batches to its learner.
 
     Args:
-        model: a Transformers model whose layers call its attention functions.
         learners: by layer index, for every layer.
         batches: token ids ``[B, N]`` without padding, N the tokens that the learners are for.
     """

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparsek_backend.extras import needing
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -21,16 +23,10 @@ def draw(
     Args:
         mask: ``[P, R, C]`` bool, the listed blocks.
         mass: ``[P, R, C]`` fp32, their weights; all weigh the same when ``None``.
-        block_size: tokens along a side of a block.
-        patterns: which to draw.
     """
-    try:
+    with needing("figures need matplotlib", extra="patterns"):
         from matplotlib.colors import PowerNorm
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "figures need matplotlib: pip install 'sparsek-backend[patterns]'"
-        ) from error
     total = mask.shape[0]
     chosen = list(range(min(total, MOST_PANELS))) if patterns is None else list(patterns)
     if not chosen or any(not 0 <= p < total for p in chosen):

@@ -56,11 +56,7 @@ class PrefillPattern:
         return next(iter(self.entries.values())).shape[0]
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file with model, version and a digest.
-
-        Raises:
-            ImportError: safetensors is missing; the message has the install command.
-        """
+        """Write a safetensors file with model, version and a digest."""
         tensors = {str(layer): x for layer, x in sorted(self.entries.items())}
         header: dict[str, object] = {"block_size": self.block_size, "model": self.model}
         header["sha256"] = storage.digest(tensors, self.block_size, (len(tensors), 0))

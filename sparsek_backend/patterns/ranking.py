@@ -14,9 +14,6 @@ def fixed_blocks(mass: torch.Tensor, listed: torch.Tensor, sinks: int, window: i
     """Listed blocks that are always kept, ``[P, R, C]`` bool.
 
     Args:
-        mass: ``[P, R, C]`` weights.
-        listed: ``[P, R, C]`` bool, the blocks to choose from.
-        sinks: first key blocks.
         window: latest key blocks, a query block's own included; as many after it where listed.
     """
     rows, cols = mass.shape[1:]
@@ -34,10 +31,7 @@ def heaviest_blocks(
     """The fixed and then the heaviest listed blocks, ``count`` of each pattern if it has as many.
 
     Args:
-        mass: ``[P, R, C]`` weights.
-        listed: ``[P, R, C]`` bool, the blocks to choose from.
         fixed: ``[P, R, C]`` bool, from :func:`fixed_blocks`; at most ``count`` in a pattern.
-        count: blocks to keep in each pattern.
     """
     weight = mass.masked_fill(~listed, float("-inf")).masked_fill(fixed, float("inf")).flatten(1)
     order = weight.argsort(dim=1, descending=True, stable=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sparsek_backend.extras import needing
 from sparsek_backend.whole_file import write_whole
 
 FORMAT = "sparsek.block_sparse_pattern"
@@ -128,11 +129,7 @@ def digest(tensors: Tensors, block_size: int, shape: tuple[int, int]) -> str:
 
 
 def _safetensors() -> tuple[Any, Any]:
-    try:
+    with needing("pattern files need safetensors", extra="patterns"):
         from safetensors import safe_open
         from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError(
-            "pattern files need safetensors: pip install 'sparsek-backend[patterns]'"
-        ) from error
     return safe_open, save_file

@@ -25,17 +25,11 @@ UNSEEN = 1 << 30
 
 
 class Batch(NamedTuple):
-    """Sequences of one length, ``[B, N]`` int64 each.
+    """Sequences of one length, ``[B, N]`` int64 each."""
 
-    Args:
-        tokens: ``key * (VALUES + 1) + value``.
-        answers: the value that a question asks for, else ``NONE``.
-        told: where the value of a question's key was told, else ``NONE``.
-    """
-
-    tokens: torch.Tensor
-    answers: torch.Tensor
-    told: torch.Tensor
+    tokens: torch.Tensor  # ``key * (VALUES + 1) + value``
+    answers: torch.Tensor  # the value that a question asks for, else ``NONE``
+    told: torch.Tensor  # where the value of a question's key was told, else ``NONE``
 
 
 def make_batch(count: int, length: int, seed: int, step: int) -> Batch:

@@ -24,23 +24,16 @@ TOKENS_PER_STEP = 2048
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """A run of the demo; two runs with the same values give the same losses.
+    """A run of the demo; two runs with the same values give the same losses."""
 
-    Args:
-        steps: optimiser steps.
-        max_length: tokens of the longest sequences, at least ``SHORTEST``.
-        compressed_only: share of the training sequences in which sparse attention has its
-            compressed branch alone.  Short ones can be answered from the other two, and then
-            nothing teaches that branch to find the blocks that long ones must select.
-        seed: of the weights and the data.
-        save_every: steps from one checkpoint to the next.
-    """
-
-    steps: int = 250
-    max_length: int = 512
+    steps: int = 250  # optimiser steps
+    max_length: int = 512  # tokens of the longest sequences, at least ``SHORTEST``
+    # share of the training sequences in which sparse attention has its compressed branch alone.
+    # Short ones can be answered from the other two, and then nothing teaches that branch to find
+    # the blocks that long ones must select.
     compressed_only: float = 0.5
-    seed: int = 0
-    save_every: int = 50
+    seed: int = 0  # of the weights and the data
+    save_every: int = 50  # steps from one checkpoint to the next
 
     @property
     def lengths(self) -> list[int]:
@@ -62,7 +55,6 @@ class Trainer:
     """One model, its optimiser and its checkpoint.
 
     Args:
-        config: the run.
         kind: the attention, ``nsa`` or ``dense``.
         folder: where the checkpoint lives, of any number of ranks; made if it is missing.
         device: where to train; bf16 autocast on CUDA, fp32 on the CPU.

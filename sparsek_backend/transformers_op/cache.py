@@ -130,11 +130,7 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
             self._sink_keys = self._sink_keys[indices.to(self._sink_keys.device)]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: dropped keys cannot come back.
-
-        Raises:
-            NotImplementedError: always, unless nothing is to be removed.
-        """
+        """Refuse: dropped keys cannot come back."""
         if tokens_to_remove:
             raise NotImplementedError(
                 "SinkWindowCache: tokens cannot be taken back (speculative and contrastive "

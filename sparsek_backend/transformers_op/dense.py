@@ -34,9 +34,7 @@ def attend_dense(
         k: ``[B, M, Hkv, D]``.
         v: ``[B, M, Hkv, Dv]``.
         mask: bool (True is seen) or additive, broadcastable to ``[B, Hq, N, M]``.
-        scale: factor of ``q . k``.
         position_bias: added to the logits, broadcastable as the mask is.
-        dropout: probability of dropping a weight.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before mask and bias (Gemma 2).
         sinks: ``[Hq]`` learned logits that join the denominator only.
     """

@@ -65,8 +65,6 @@ def ignored_because(layer: torch.nn.Module, config: Any, generates: bool) -> str
     """Why a layer attends by no settings of SparseK, or ``None`` where it heeds them.
 
     Args:
-        layer: of :func:`attention_layers`.
-        config: where the settings are.
         generates: whether a layer that does not say so is causal.
     """
     keywords, softcap = _keywords(layer), getattr(layer, "attn_logit_softcapping", None)

@@ -24,12 +24,6 @@ class LazyMask(torch.Tensor):
     SparseK's attention function reads the rule and no mask is ever made.  Any other operation on
     the tensor makes the mask and works on that: 0 where a key is seen, else the lowest number.
     Every model takes eager's mask, whatever it does with it.
-
-    Args:
-        rule: the keys that every query sees.
-        shape: sequences, queries and keys.
-        device: where the mask is, if it is made.
-        dtype: floating, as the numbers that the mask is added to.
     """
 
     rule: Visibility

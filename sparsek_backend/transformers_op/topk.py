@@ -26,21 +26,13 @@ from sparsek_kernels.paged.sample import CELL_BITS
 
 @dataclass(frozen=True, eq=False)
 class AttentionRule:
-    """How queries attend.
+    """How queries attend."""
 
-    Args:
-        policy: what prompts and decoded tokens attend.
-        softmax_scale: factor of ``q . k``.
-        sinks: ``[Hq]`` learned logits of the denominator, or ``None``.
-        indexers: what chooses blocks; ``None``: :func:`default_indexers`.
-        as_prompts: whether a single query attends as a prompt's does.
-    """
-
-    policy: StepPolicy
-    softmax_scale: float
-    sinks: torch.Tensor | None
-    indexers: Indexers | None = None
-    as_prompts: bool = False
+    policy: StepPolicy  # what prompts and decoded tokens attend
+    softmax_scale: float  # factor of ``q . k``.
+    sinks: torch.Tensor | None  # ``[Hq]`` learned logits of the denominator, or ``None``
+    indexers: Indexers | None = None  # what chooses blocks; ``None``: :func:`default_indexers`
+    as_prompts: bool = False  # whether a single query attends as a prompt's does
 
     def decodes(self, num_q: int) -> bool:
         """Whether ``num_q`` queries are a decoded token's: several are a prompt's."""

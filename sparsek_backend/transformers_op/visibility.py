@@ -12,39 +12,29 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of queries and keys taken apart into sequences, one after another.
+    """Rows of queries and keys taken apart into sequences, one after another."""
 
-    Args:
-        rows: indices into the flattened ``[B * N]`` queries, or ``None`` for all of them.
-        keys: indices into the flattened ``[B * M]`` keys, or ``None`` for all of them.
-        starts_q: offsets of the sequences in ``rows``, the end included.
-        starts_k: offsets of the sequences in ``keys``, the end included.
-    """
-
+    # indices into the flattened ``[B * N]`` queries, or ``None`` for all of them
     rows: torch.Tensor | None
+    # indices into the flattened ``[B * M]`` keys, or ``None`` for all of them
     keys: torch.Tensor | None
-    starts_q: list[int]
-    starts_k: list[int]
+    starts_q: list[int]  # offsets of the sequences in ``rows``, the end included
+    starts_k: list[int]  # offsets of the sequences in ``keys``, the end included
 
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """The keys that a query sees, the last query standing at the last key.
+    """The keys that a query sees, the last query standing at the last key."""
 
-    Args:
-        causal: whether a query sees no later key.
-        window_size: latest keys that a causal query sees, its own included; without causality,
-            keys at a distance of up to ``window_size`` on both sides.
-        groups: ``[B, M]`` group of every key; a query sees keys of its own group only, and a group
-            is one run of keys.  ``None`` puts a row into one group.
-        chunked: whether ``groups`` are chunks of one text rather than packed texts.
-        real: ``[B, M]`` bool, False marks padding, which nobody sees; ``None`` means no padding.
-    """
-
-    causal: bool = True
+    causal: bool = True  # whether a query sees no later key
+    # latest keys that a causal query sees, its own included; without causality, keys at a distance
+    # of up to ``window_size`` on both sides
     window_size: int | None = None
+    # ``[B, M]`` group of every key; a query sees keys of its own group only, and a group is one run
+    # of keys.  ``None`` puts a row into one group.
     groups: torch.Tensor | None = None
-    chunked: bool = False
+    chunked: bool = False  # whether ``groups`` are chunks of one text rather than packed texts
+    # ``[B, M]`` bool, False marks padding, which nobody sees; ``None`` means no padding
     real: torch.Tensor | None = None
 
     @property
@@ -142,8 +132,6 @@ def visibility_of(mask_function: Callable[..., Any], num_k: int, offset: int) ->
     The functions are closures; their name says which they are and their variables hold the rest.
 
     Args:
-        mask_function: the rule for one query and key, as ``create_*_mask`` composed it.
-        num_k: keys.
         offset: position of the first key.
 
     Returns:

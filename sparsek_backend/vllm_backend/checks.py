@@ -16,11 +16,7 @@ _WITHOUT_EFFECT = {
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuse keywords of vLLM's that change what a layer attends.
-
-    Raises:
-        NotImplementedError: there is one that is not known to change nothing.
-    """
+    """Refuse keywords of vLLM's that change what a layer attends."""
     for name, value in options.items():
         if name == "layer_idx" or (name in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[name]):
             continue
@@ -33,11 +29,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 def refuse_quantised_output(
     output_scale: torch.Tensor | None, output_block_scale: torch.Tensor | None
 ) -> None:
-    """Refuse what vLLM passes where it fuses attention with the quantisation of its output.
-
-    Raises:
-        NotImplementedError: a scale was given.
-    """
+    """Refuse what vLLM passes where it fuses attention with the quantisation of its output."""
     if output_scale is not None or output_block_scale is not None:
         raise NotImplementedError(
             "output_scale: fused output quantisation is not supported; disable the "

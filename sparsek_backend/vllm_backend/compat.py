@@ -124,10 +124,6 @@ def hook_kv_cache_spec(backend_name: str, selects_blocks: Callable[[], bool]) ->
 
     That vLLM starts window layers from its smallest page and pads it to the largest one of the
     model, which would waste most of each page: they get pages of as many tokens as the others.
-
-    Args:
-        backend_name: whose layers are meant.
-        selects_blocks: whether a layer of the engine selects blocks.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionBackend
@@ -315,8 +311,6 @@ def host_seq_lens(common: Any, on_host: bool, exact: bool) -> tuple[Any, bool]:
     knows how many drafts of the step before were accepted.
 
     Args:
-        common: vLLM's ``CommonAttentionMetadata``.
-        on_host: whether the device is the CPU, so that ``seq_lens`` itself is there.
         exact: whether to wait for the device where vLLM keeps no lengths on the host.
     """
     if on_host:
@@ -330,12 +324,7 @@ def host_seq_lens(common: Any, on_host: bool, exact: bool) -> tuple[Any, bool]:
 
 
 def flash_attention(head_size: int, has_sinks: bool) -> tuple[Callable[..., Any], int] | None:
-    """Return vLLM's FlashAttention function and version for a layer, or ``None`` without one.
-
-    Args:
-        head_size: the layer's head dimension.
-        has_sinks: whether the layer has learned sink logits.
-    """
+    """Return vLLM's FlashAttention function and version for a layer, or ``None`` without one."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

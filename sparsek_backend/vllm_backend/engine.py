@@ -24,33 +24,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Engine:
-    """One engine.
+    """One engine."""
 
-    Args:
-        resolved: its settings.  Model-derived settings come from the target model.
-        dtype: of the target model.
-        labels: of its metrics, equal to those of vLLM's own metrics.
-        pattern: the blocks that prefills attend in mode ``pattern``, else ``None``.
-        gates: of mode ``seer``, else ``None``.
-        rotation: rope cos and sin (:attr:`PagedBatch.rotation`), where blocks are scored without
-            positions.
-        selects_blocks: whether any layer selects blocks by score.
-        dummy_run_done: whether a natively sparse layer has run a prefill of the longest length, for
-            vLLM to measure its memory.
-        ready_kernels: kinds of layers whose kernels have been compiled.
-        prompt_lengths: of the requests of the step that vLLM prepares, in their order; ``None``
-            where it does not say.
-    """
-
-    resolved: ResolvedConfig
-    dtype: torch.dtype
-    labels: Mapping[str, str]
+    resolved: ResolvedConfig  # its settings.  Model-derived settings come from the target model.
+    dtype: torch.dtype  # of the target model
+    labels: Mapping[str, str]  # of its metrics, equal to those of vLLM's own metrics
+    # the blocks that prefills attend in mode ``pattern``, else ``None``
     pattern: PrefillPattern | None = None
-    gates: GateFile | None = None
+    gates: GateFile | None = None  # of mode ``seer``, else ``None``
+    # rope cos and sin (:attr:`PagedBatch.rotation`), where blocks are scored without positions
     rotation: torch.Tensor | None = None
-    selects_blocks: bool = False
+    selects_blocks: bool = False  # whether any layer selects blocks by score
+    # whether a natively sparse layer has run a prefill of the longest length, for vLLM to measure
+    # its memory
     dummy_run_done: bool = False
+    # kinds of layers whose kernels have been compiled
     ready_kernels: set[Hashable] = field(default_factory=set)
+    # of the requests of the step that vLLM prepares, in their order; ``None`` where it does not say
     prompt_lengths: Any = None
 
     def rotation_on(self, device: torch.device) -> torch.Tensor | None:

@@ -21,9 +21,7 @@ class GateFile:
     Args:
         path: a file of torch or safetensors with the names of SeerAttention's checkpoints.
         num_kv_heads: of the whole model.
-        group: query heads per KV head.
         head_dim: of queries and keys, and of their gates.
-        norms: whether gate queries and keys are normalised.
     """
 
     def __init__(

@@ -41,14 +41,7 @@ class EngineMetrics:
         selection_seconds: float = 0.0,
         attention_seconds: float = 0.0,
     ) -> None:
-        """Count one step.
-
-        Args:
-            attended_tokens: sum over the step's queries and layers.
-            context_tokens: sum over the step's queries and layers.
-            selection_seconds: of prefills timed since the last call, to choose blocks.
-            attention_seconds: of the same prefills, to choose blocks and attend.
-        """
+        """Count one step."""
         if not self._families:
             return
         self._add("attended", attended_tokens)

@@ -18,12 +18,7 @@ def ensure_member(name: str, path: str, by_reference: Callable[[], Any]) -> Any:
     """Return the member ``name`` of vLLM's backend enum, adding it where it is missing.
 
     Args:
-        name: the member's name, as after ``--attention-backend``.
-        path: import path of the backend class.
         by_reference: importable function that returns the member; pickles refer to it.
-
-    Returns:
-        The enum member.
     """
     from vllm.v1.attention.backends import registry
 
@@ -38,12 +33,7 @@ def ensure_member(name: str, path: str, by_reference: Callable[[], Any]) -> Any:
 
 
 def hook_platform(name: str, path: str) -> None:
-    """Let the current platform check and select our backend; other backends are untouched.
-
-    Args:
-        name: our member of the backend enum.
-        path: import path of the backend class.
-    """
+    """Let the current platform check and select our backend; other backends are untouched."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

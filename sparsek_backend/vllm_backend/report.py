@@ -38,13 +38,8 @@ def describe_layers(
     """Return the log line of layers that share what they attend.
 
     Args:
-        indices: the layers' positions in the model.
-        policy: what they attend.
         fallback_reason: why they use the SDPA fallback, or ``None``.
-        page_size: tokens in one KV page.
-        device_type: ``"cpu"`` or ``"cuda"``.
         flash_version: vLLM's FlashAttention that serves dense prefills, or ``None``.
-        mode: the setting by which blocks are chosen.
         summary_share: bytes of the summaries over bytes of K and V.
         fp8_cache: whether K and V are stored as fp8.
         batch_invariant: whether results depend on nothing but the request.
@@ -91,10 +86,6 @@ def describe_nsa_layers(
     """Return the log line of natively sparse layers.
 
     Args:
-        indices: the layers' positions in the model.
-        config: the model's ``nsa`` section.
-        page_size: tokens in one KV page.
-        device_type: ``"cpu"`` or ``"cuda"``.
         compressed_share: bytes of compressed keys and values over bytes of K and V.
     """
     path = "CPU path" if device_type == "cpu" else "Triton kernels"

@@ -80,11 +80,7 @@ def require_backend(vllm_config: Any) -> None:
 
 
 def nsa_section(resolved: ResolvedConfig) -> NSAConfig:
-    """Return the ``nsa`` section of the model's config.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the ``nsa`` section of the model's config."""
     if resolved.nsa is None:
         raise ConfigError(
             "SPARSEK: this model needs an nsa section in its config.json; docs/nsa.md shows one"
@@ -93,11 +89,7 @@ def nsa_section(resolved: ResolvedConfig) -> NSAConfig:
 
 
 def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
-    """Check that KV pages and selected blocks nest.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that KV pages and selected blocks nest."""
     config = resolved.config
     if resolved.nsa is not None:
         try:

@@ -13,23 +13,14 @@ LOG_INTERVAL = 10.0
 
 @dataclass
 class EngineStats:
-    """Totals over all layers and steps of this process.
+    """Totals over all layers and steps of this process."""
 
-    Attributes:
-        attended_tokens: keys attended, summed over queries and layers, not over heads.
-        context_tokens: keys that dense attention would have attended.
-        steps: metadata built for real batches.
-        forward_calls: per-layer calls of the backend with a batch.
-        selection_seconds: of prefills timed since :meth:`take_seconds`, to choose blocks.
-        attention_seconds: of the same prefills, to choose blocks and attend.
-    """
-
-    attended_tokens: int = 0
-    context_tokens: int = 0
-    steps: int = 0
-    forward_calls: int = 0
-    selection_seconds: float = 0.0
-    attention_seconds: float = 0.0
+    attended_tokens: int = 0  # keys attended, summed over queries and layers, not over heads
+    context_tokens: int = 0  # keys that dense attention would have attended
+    steps: int = 0  # metadata built for real batches
+    forward_calls: int = 0  # per-layer calls of the backend with a batch
+    selection_seconds: float = 0.0  # of prefills timed since ``take_seconds``, to choose blocks
+    attention_seconds: float = 0.0  # of the same prefills, to choose blocks and attend
     _last_log: float = field(default_factory=time.monotonic)
     _logged: tuple[int, int] = (0, 0)
 
@@ -44,8 +35,6 @@ class EngineStats:
         """Add one step; return a log line when one is due.
 
         Args:
-            attended_tokens: sum over the step's queries and layers.
-            context_tokens: sum over the step's queries and layers.
             log: whether this process logs.  Of tensor-parallel ranks, which attend the same keys,
                 one does.
         """

@@ -31,17 +31,11 @@ Int64 = np.typing.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of one engine step, on the device and on the host.
+    """The requests of one engine step, on the device and on the host."""
 
-    Args:
-        paged: the requests and their pages; padding requests have length 0.
-        offsets: ``[R + 1]`` offsets of each request's query tokens.
-        seq_lens: ``[R]`` keys of each request; an upper bound for decodes.
-    """
-
-    paged: PagedBatch
-    offsets: Int64
-    seq_lens: Int64
+    paged: PagedBatch  # the requests and their pages; padding requests have length 0
+    offsets: Int64  # ``[R + 1]`` offsets of each request's query tokens
+    seq_lens: Int64  # ``[R]`` keys of each request; an upper bound for decodes
 
     @property
     def query_lens(self) -> Int64:
@@ -60,7 +54,6 @@ def build_batch(
     """Translate vLLM's ``CommonAttentionMetadata``.
 
     Args:
-        common: vLLM's metadata of the step.
         decode_query_len: most query tokens of a decode.
         on_host: whether the device is the CPU.
         gathers_prefills: whether kernels gather each prefill's K and V, for which the host must
@@ -103,18 +96,12 @@ class StepMetadata(AttentionMetadata):
 
     Nothing changes it once it is built; it is not frozen because vLLM's fast prefill
     (``--kv-sharing-fast-prefill``) derives a class from it that sets the fields one by one.
-
-    Args:
-        batch: the requests and their pages.
-        num_actual_tokens: query tokens without padding.
-        attended_tokens: keys attended, summed over the step's queries and the group's layers.
-        context_tokens: keys that dense attention would attend.
     """
 
-    batch: PagedBatch
-    num_actual_tokens: int
-    attended_tokens: int
-    context_tokens: int
+    batch: PagedBatch  # the requests and their pages
+    num_actual_tokens: int  # query tokens without padding
+    attended_tokens: int  # keys attended, summed over the step's queries and the group's layers
+    context_tokens: int  # keys that dense attention would attend
 
     @property
     def attended_share(self) -> float:
@@ -151,7 +138,6 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
 
         Args:
             common_prefix_len: ignored; shared prefixes are ordinary pages.
-            common_attn_metadata: vLLM's ``CommonAttentionMetadata``.
             fast_build: ignored.
         """
         metadata = self.assemble(common_attn_metadata)

@@ -28,11 +28,7 @@ ARCHITECTURES: Mapping[str, str] = {
 
 
 def unserved_attention(model: Any) -> list[str]:
-    """Return why the attention of a model is not served, each reason with its remedy.
-
-    Args:
-        model: vLLM's ``ModelConfig``.
-    """
+    """Return why the attention of a model is not served, each reason with its remedy."""
     config = model.hf_text_config
     names = tuple(model.architectures)
 

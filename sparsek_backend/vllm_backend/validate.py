@@ -244,11 +244,7 @@ def _page_size(vllm_config: Any) -> int:
 
 
 def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
-    """Check that the layers which ``dense_layers`` names exist.
-
-    Raises:
-        ConfigError: the model, with its draft model, has fewer layers.
-    """
+    """Check that the layers which ``dense_layers`` names exist."""
     speculative = vllm_config.speculative_config
     models = [vllm_config.model_config]
     if speculative is not None:

@@ -92,13 +92,7 @@ AttentionMask: Any = _LegacyMask or _AttentionMask
 
 @dataclass
 class SparseKAttentionConfig(_Config):  # type: ignore[misc]
-    """Fields that ``build_attention`` passes on; sizes in tokens.
-
-    Args:
-        causal: see :class:`SparseKAttention`.
-        num_sink: first tokens that every query sees.
-        window_size: latest tokens that a query sees, its own included.
-    """
+    """Fields that ``build_attention`` passes on to :class:`SparseKAttention`."""
 
     causal: bool | None
     num_sink: int | None

@@ -132,13 +132,10 @@ def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
 def native_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: MaskPlan, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernels.
+    """Output ``[B, N, Hq, Dv]`` and log-sum-exp ``[B, Hq, N]`` (natural logarithm) of the kernels.
 
     Args:
         q: ``[B, N, Hq, D]``; k: ``[B, M, Hkv, D]``; v: ``[B, M, Hkv, Dv]``.
-
-    Returns:
-        Output ``[B, N, Hq, Dv]`` and log-sum-exp ``[B, Hq, N]`` (natural logarithm).
     """
     value_dim = v.shape[-1]
     width = max(q.shape[-1], value_dim)

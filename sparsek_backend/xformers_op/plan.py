@@ -7,8 +7,7 @@ the whole batch, a block-sparse pattern.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -26,19 +25,13 @@ Terms = tuple[bool, int, int | None, int]
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys ``j`` a query ``i`` of a sequence with N queries and M keys sees.
+    """Which keys ``j`` a query ``i`` of a sequence with N queries and M keys sees."""
 
-    Args:
-        causal: whether ``j <= i + shift``.
-        top_left: ``shift`` is 0, else ``M - N`` (bottom-right aligned).
-        window_size: also ``j > i + shift - window_size``; ``None`` for no such bound.
-        num_sink: keys below this are exempt from ``window_size``.
-    """
-
-    causal: bool = False
-    top_left: bool = False
+    causal: bool = False  # whether ``j <= i + shift``
+    top_left: bool = False  # ``shift`` is 0, else ``M - N`` (bottom-right aligned)
+    # also ``j > i + shift - window_size``; ``None`` for no such bound
     window_size: int | None = None
-    num_sink: int = 0
+    num_sink: int = 0  # keys below this are exempt from ``window_size``
 
     def terms(self, num_q: int, num_k: int) -> Terms:
         """``(causal, shift, window_size, num_sink)`` of a sequence, as the torch path takes it."""
@@ -47,21 +40,15 @@ class Band:
 
 @dataclass(frozen=True)
 class Segments:
-    """Sequences packed along the token axis of a batch of one.
+    """Sequences packed along the token axis of a batch of one."""
 
-    Args:
-        q_info: xFormers' description of the query lengths, on host and device.
-        k_info: xFormers' description of the key lengths.
-        packed_keys: whether the keys lie back to back (else gaps, padding or pages between them).
-        block_table: ``[S, max_pages]`` int32 physical pages of each sequence, or ``None``.
-        page_size: tokens in a page.
-    """
-
-    q_info: Any
-    k_info: Any
+    q_info: Any  # xFormers' description of the query lengths, on host and device
+    k_info: Any  # xFormers' description of the key lengths
+    # whether the keys lie back to back (else gaps, padding or pages between them)
     packed_keys: bool = True
+    # ``[S, max_pages]`` int32 physical pages of each sequence, or ``None``
     block_table: torch.Tensor | None = None
-    page_size: int = 0
+    page_size: int = 0  # tokens in a page
 
     def query_intervals(self) -> list[Interval]:
         """Half-open token ranges of the sequences' queries."""
@@ -114,90 +101,68 @@ class MaskPlan:
         return any(q_hi - q_lo > k_hi - k_lo for (q_lo, q_hi), (k_lo, k_hi) in pairs)
 
 
-def _full(_: Any) -> Band:
-    return Band()
+def _band_of(band: Band, bias: Any) -> Band:
+    """The band of a bias, from that of its type and the window and sinks of its own."""
+    if isinstance(bias, SinkWindowMask):
+        return replace(band, window_size=bias.window_size, num_sink=bias.num_sink)
+    if hasattr(bias, "window_left"):
+        return replace(band, window_size=bias.window_left + 1)
+    return replace(band, window_size=getattr(bias, "_window_size", None))
 
 
-def _causal(_: Any) -> Band:
-    return Band(causal=True)
-
-
-def _top_left(_: Any) -> Band:
-    return Band(causal=True, top_left=True)
-
-
-def _local(bias: Any) -> Band:
-    return Band(causal=True, window_size=bias._window_size)
-
-
-def _top_left_local(bias: Any) -> Band:
-    return Band(causal=True, top_left=True, window_size=bias._window_size)
-
-
-def _left_window(bias: Any) -> Band:
-    return Band(causal=True, window_size=bias.window_left + 1)
-
-
-def _sink_window(bias: SinkWindowMask) -> Band:
-    return Band(causal=True, window_size=bias.window_size, num_sink=bias.num_sink)
-
-
-def _block_sparse(bias: BlockSparseMask) -> Band:
-    return Band(causal=bias.causal)
-
-
-_BandRule = Callable[[Any], Band]
-
-
-def _by_type(rules: dict[str, _BandRule]) -> dict[type, _BandRule]:
-    """Rules of the bias classes that this xFormers has."""
+def _by_type(bands: dict[str, Band]) -> dict[type, Band]:
+    """Bands of the bias classes that this xFormers has."""
     known = vars(attn_bias)
-    return {known[name]: rule for name, rule in rules.items() if name in known}
+    return {known[name]: band for name, band in bands.items() if name in known}
 
 
-_BATCHED: dict[type, _BandRule] = {
-    type(None): _full,
-    torch.Tensor: _full,
-    torch.nn.Parameter: _full,
-    SinkWindowMask: _sink_window,
-    BlockSparseMask: _block_sparse,
+_FULL = Band()
+_CAUSAL = Band(causal=True)
+_TOP_LEFT = Band(causal=True, top_left=True)
+
+_BATCHED: dict[type, Band] = {
+    type(None): _FULL,
+    torch.Tensor: _FULL,
+    torch.nn.Parameter: _FULL,
+    SinkWindowMask: _CAUSAL,
+    BlockSparseMask: _FULL,
     **_by_type(
         {
-            "LowerTriangularMask": _top_left,
-            "LowerTriangularMaskWithTensorBias": _top_left,
-            "LowerTriangularFromBottomRightMask": _causal,
-            "LowerTriangularFromBottomRightLocalAttentionMask": _local,
-            "LocalAttentionFromBottomRightMask": _left_window,
+            "LowerTriangularMask": _TOP_LEFT,
+            "LowerTriangularMaskWithTensorBias": _TOP_LEFT,
+            "LowerTriangularFromBottomRightMask": _CAUSAL,
+            "LowerTriangularFromBottomRightLocalAttentionMask": _CAUSAL,
+            "LocalAttentionFromBottomRightMask": _CAUSAL,
         }
     ),
 }
 _PACKED = _by_type(
     {
-        "BlockDiagonalMask": _full,
-        "BlockDiagonalCausalMask": _top_left,
-        "BlockDiagonalCausalFromBottomRightMask": _causal,
-        "BlockDiagonalCausalLocalAttentionMask": _top_left_local,
-        "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _local,
+        "BlockDiagonalMask": _FULL,
+        "BlockDiagonalCausalMask": _TOP_LEFT,
+        "BlockDiagonalCausalFromBottomRightMask": _CAUSAL,
+        "BlockDiagonalCausalLocalAttentionMask": _TOP_LEFT,
+        "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _CAUSAL,
     }
 )
 _SPREAD = _by_type(
     {
-        "BlockDiagonalPaddedKeysMask": _full,
-        "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
-        "BlockDiagonalLocalAttentionPaddedKeysMask": _left_window,
-        "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _local,
-        "BlockDiagonalGappyKeysMask": _full,
-        "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
-        "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": _left_window,
+        "BlockDiagonalPaddedKeysMask": _FULL,
+        "BlockDiagonalCausalWithOffsetPaddedKeysMask": _CAUSAL,
+        "BlockDiagonalLocalAttentionPaddedKeysMask": _CAUSAL,
+        "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _CAUSAL,
+        "BlockDiagonalGappyKeysMask": _FULL,
+        "BlockDiagonalCausalWithOffsetGappyKeysMask": _CAUSAL,
+        "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": _CAUSAL,
     }
 )
 _PAGED = _by_type(
     {
-        "PagedBlockDiagonalPaddedKeysMask": _full,
-        "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
-        "PagedBlockDiagonalCausalLocalPaddedKeysMask": _local,
-        "PagedBlockDiagonalGappyKeysMask": _full,
-        "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
+        "PagedBlockDiagonalPaddedKeysMask": _FULL,
+        "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _CAUSAL,
+        "PagedBlockDiagonalCausalLocalPaddedKeysMask": _CAUSAL,
+        "PagedBlockDiagonalGappyKeysMask": _FULL,
+        "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _CAUSAL,
     }
 )
 
@@ -216,18 +181,20 @@ def plan_of(bias: Any) -> MaskPlan:
     kind = type(bias)
     if kind in _BATCHED:
         tensor = bias if isinstance(bias, torch.Tensor) else getattr(bias, "_bias", None)
-        pattern = bias.pattern if kind is BlockSparseMask else None
-        return MaskPlan(_BATCHED[kind](bias), bias=tensor, pattern=pattern)
+        if kind is BlockSparseMask:
+            return MaskPlan(Band(causal=bias.causal), pattern=bias.pattern)
+        return MaskPlan(_band_of(_BATCHED[kind], bias), bias=tensor)
     if kind in _PACKED:
-        return MaskPlan(_PACKED[kind](bias), Segments(bias.q_seqinfo, bias.k_seqinfo))
+        segments = Segments(bias.q_seqinfo, bias.k_seqinfo)
+        return MaskPlan(_band_of(_PACKED[kind], bias), segments)
     if kind in _SPREAD:
         segments = Segments(bias.q_seqinfo, bias.k_seqinfo, packed_keys=False)
-        return MaskPlan(_SPREAD[kind](bias), segments)
+        return MaskPlan(_band_of(_SPREAD[kind], bias), segments)
     if kind in _PAGED:
         segments = Segments(
             bias.q_seqinfo, bias.k_seqinfo, False, bias.block_tables, bias.page_size
         )
-        return MaskPlan(_PAGED[kind](bias), segments)
+        return MaskPlan(_band_of(_PAGED[kind], bias), segments)
     raise NotImplementedError(f"attn_bias: expected a supported type, got {kind.__name__}")
 
 

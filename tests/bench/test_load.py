@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sparsek_backend.bench import load
+from sparsek_backend.bench import plan as plans
 from sparsek_backend.bench.cli import app
 from sparsek_backend.bench.load import LoadPlan, load_table, open_ends, run_load, write_load
 from sparsek_backend.bench.load_results import Answer, LoadFile, Measured, load_rows, next_rate
@@ -226,7 +226,7 @@ def test_both_backends_are_measured_and_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     jobs: list[dict[str, Any]] = []
-    monkeypatch.setattr(load, "run_worker", fake_worker(jobs))
+    monkeypatch.setattr(plans, "run_worker", fake_worker(jobs))
     rows = run_load(plan(), MACHINE, tmp_path / "load.jsonl", lambda _: None)
     assert [(job["backend"], job["baseline"], job["settings"]) for job in jobs] == [
         ("FLASH_ATTN", "FLASH_ATTN", None),
@@ -252,14 +252,14 @@ def test_an_interrupted_run_goes_on_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path, jobs = tmp_path / "load.jsonl", list[dict[str, Any]]()
-    monkeypatch.setattr(load, "run_worker", fake_worker(jobs, fails_at=2.0))
+    monkeypatch.setattr(plans, "run_worker", fake_worker(jobs, fails_at=2.0))
     with pytest.raises(RuntimeError, match="interrupted"):
         run_load(plan(), MACHINE, path, lambda _: None)
     with path.open("a") as file:
         file.write('{"backend": "FLASH_ATTN", "rate": 2.0, "sess')  # cut off within a line
     known = path.read_text().splitlines()[:-1]
     assert len(known) == 1 + 3 + 1
-    monkeypatch.setattr(load, "run_worker", fake_worker(jobs))
+    monkeypatch.setattr(plans, "run_worker", fake_worker(jobs))
     rows = run_load(plan(), MACHINE, path, lambda _: None)
     assert len(rows) == 4
     assert path.read_text().splitlines()[: len(known)] == known
@@ -271,7 +271,7 @@ def test_a_whole_file_is_judged_anew_without_an_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path, jobs = tmp_path / "load.jsonl", list[dict[str, Any]]()
-    monkeypatch.setattr(load, "run_worker", fake_worker(jobs))
+    monkeypatch.setattr(plans, "run_worker", fake_worker(jobs))
     run_load(plan(), MACHINE, path, lambda _: None)
     strict, elsewhere = plan(limits=Limits(0.1, 0.1, 0.1)), replace(MACHINE, gpu="none")
     rows = run_load(strict, elsewhere, path, lambda _: None)
@@ -294,7 +294,7 @@ def test_backends_are_measured_apart_and_their_files_put_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     jobs: list[dict[str, Any]] = []
-    monkeypatch.setattr(load, "run_worker", fake_worker(jobs))
+    monkeypatch.setattr(plans, "run_worker", fake_worker(jobs))
     joined = tmp_path / "joined.jsonl"
     for name in BACKENDS:
         path = tmp_path / f"{name}.jsonl"
@@ -349,7 +349,7 @@ def test_an_engine_answers_sessions_from_its_prefix_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The baseline's lines are there already; SPARSEK's engine is measured."""
-    real, arguments = load.run_worker, ["load", "--model", "tiny", "--out", str(tmp_path)]
+    real, arguments = plans.run_worker, ["load", "--model", "tiny", "--out", str(tmp_path)]
     arguments += ["--load", "agent", "--scale", "0.02", "--requests", "4", "--rate", "1", "--eager"]
     arguments += ["--sparsek", '{"dense_below": 0, "top_k": 1, "window_size": 64}']
 
@@ -358,7 +358,7 @@ def test_an_engine_answers_sessions_from_its_prefix_cache(
             return fake_worker([])(module, job)
         return real(module, job, **options)
 
-    monkeypatch.setattr(load, "run_worker", run)
+    monkeypatch.setattr(plans, "run_worker", run)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "SPARSEK: rate 1: 4 of 4 answered" in result.output

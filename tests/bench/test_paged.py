@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsek_backend.bench.ops import get_op
+from sparsek_backend.bench.ops import OPS
 from sparsek_backend.bench.ops.paged import (
     BY_LIST,
     attended_pairs,
@@ -26,7 +26,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import exact_masses_reference, tile_scores_reference
 
 SMALL: dict[str, Param] = {
-    **get_op("paged_prefill").defaults,
+    **OPS["paged_prefill"].defaults,
     **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "page_size": 64},
     **{"num_sink": 16, "window_size": 64, "top_k": 2, "sel_block_size": 32},
 }
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 def test_decode_gates(spec: str, max_len: int) -> None:
     case = Case("t", parse_spec(spec), {**SMALL, "max_len": max_len})
     passed = set()
-    for provider in get_op("paged_decode").build(case, CPU):
+    for provider in OPS["paged_decode"].build(case, CPU):
         try:
             call = provider.prepare()
         except Unavailable:
@@ -50,7 +50,7 @@ def test_decode_gates(spec: str, max_len: int) -> None:
 
 
 def test_select_gates() -> None:
-    for provider in get_op("paged_select").build(Case("t", parse_spec("2q1s1k"), SMALL), CPU):
+    for provider in OPS["paged_select"].build(Case("t", parse_spec("2q1s1k"), SMALL), CPU):
         verdict = provider.gate(provider.prepare()())
         assert verdict.passed, (provider.name, verdict.detail)
 
@@ -69,7 +69,7 @@ def test_a_decode_reads_records_and_what_it_attends() -> None:
 @pytest.mark.parametrize("query_tile", [32, 64])
 def test_prefill_gates(query_tile: int) -> None:
     params = {**SMALL, "chunk": 192, "query_tile": query_tile}
-    providers = get_op("paged_prefill").build(Case("t", parse_spec("q400"), params), CPU)
+    providers = OPS["paged_prefill"].build(Case("t", parse_spec("q400"), params), CPU)
     ours = next(provider for provider in providers if provider.name == OURS)
     verdict = ours.gate(ours.prepare()())
     assert verdict.passed, verdict.detail
@@ -88,7 +88,7 @@ def by_list_case(spec: str = "q512", **params: Param) -> Case:
 
 def both(case: Case) -> tuple[Provider, Provider]:
     """By scores and by lists."""
-    providers = {one.name: one for one in get_op("paged_prefill").build(case, CPU)}
+    providers = {one.name: one for one in OPS["paged_prefill"].build(case, CPU)}
     return providers[OURS], providers[BY_LIST]
 
 
@@ -108,7 +108,7 @@ def test_prefill_by_lists_gates_beside_the_one_by_scores(dense_last: int) -> Non
 
 def test_there_are_lists_only_where_a_case_names_them() -> None:
     case = by_list_case(lists="")
-    assert BY_LIST not in [provider.name for provider in get_op("paged_prefill").build(case, CPU)]
+    assert BY_LIST not in [provider.name for provider in OPS["paged_prefill"].build(case, CPU)]
 
 
 def test_the_attended_share_by_lists_is_the_one_that_is_counted() -> None:

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sparsek_backend.bench import serve
+from sparsek_backend.bench import plan as plans
 from sparsek_backend.bench.cli import app
-from sparsek_backend.bench.serve import ServeCase, ServePlan, parse_cases, run_serve, write_results
+from sparsek_backend.bench.serve import (
+    ServeCase,
+    ServePlan,
+    parse_cases,
+    run_serve,
+    serve_table,
+    write_results,
+)
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.machine import Machine
 
@@ -42,7 +49,7 @@ def fake_worker(jobs: list[dict[str, Any]]) -> Any:
             {**case, "ttft_s": [speed, speed * 1.1], "tpot_s": [speed / 100] * case["requests"]}
             for case in job["cases"]
         ]
-        return {"cases": cases, "kv_cache_tokens": 9, "attended_share": 0.2, "forward_calls": 3}
+        return {"cases": cases, "kv_cache_tokens": 9, "attended_share": 0.2}
 
     return run
 
@@ -51,7 +58,7 @@ def test_both_backends_run_in_turn_and_become_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     jobs: list[dict[str, Any]] = []
-    monkeypatch.setattr(serve, "run_worker", fake_worker(jobs))
+    monkeypatch.setattr(plans, "run_worker", fake_worker(jobs))
     rows = run_serve(plan(), MACHINE, lambda _: None)
     order = ["ours" if job["settings"] is not None else job["baseline"] for job in jobs]
     assert order == ["FLASH_ATTN", "ours", "ours", "FLASH_ATTN"]
@@ -70,7 +77,7 @@ def test_both_backends_run_in_turn_and_become_rows(
     with table.open(newline="") as file:
         assert [float(row["tpot_ms"]) for row in csv.DictReader(file)] == [10, 5, 10, 5]
     assert json.loads(full.read_text())[1]["settings"] == "top_k=4"
-    assert serve.serve_table(rows).row_count == 4
+    assert serve_table(rows).row_count == 4
 
 
 def test_contexts_and_requests_are_crossed_and_checked() -> None:

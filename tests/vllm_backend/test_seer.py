@@ -59,11 +59,14 @@ def test_what_a_user_may_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seerattn_gate_block_size": None}, "gate_block_size: expected an integer from 32, got N"),
-        ({"seerattn_gate_block_size": 16}, "gate_block_size: expected an integer from 32, got 16"),
+        ({"seerattn_gate_block_size": None}, "gate_block_size: field required"),
+        (
+            {"seerattn_gate_block_size": 16},
+            "gate_block_size: expected greater than or equal to 32, got 16",
+        ),
         ({"seerattn_gate_block_size": 40}, "expected a multiple of 16, got 40"),
-        ({"seerattn_token_budget": True}, "token_budget: expected an integer from 1, got True"),
-        ({"seerattn_start_layer": -1}, "start_layer: expected an integer from 0, got -1"),
+        ({"seerattn_token_budget": True}, "token_budget: expected a valid integer, got True"),
+        ({"seerattn_start_layer": -1}, "start_layer: expected greater than or equal to 0, got -1"),
         (
             {"seerattn_k_seq_pooling_type": "Kavg"},
             "k_seq_pooling_type: expected 'Kmaxminavg', got 'Kavg'",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import torch
 
 import sparsek_kernels
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
-from sparsek_backend.bench.ops.sink_window import Entry, Maker, providers, register_passes
+from sparsek_backend.bench.ops.sink_window import Entry, providers
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs, draw_inputs
 from sparsek_backend.bench.oracle import MaskRule
-from sparsek_backend.bench.registry import OURS, Case, Param, Provider
+from sparsek_backend.bench.registry import OURS, BenchOp, Case, Param, Provider
 from sparsek_backend.patterns import BlockSparsePattern
 
 DEFAULTS: dict[str, Param] = {
@@ -91,35 +91,27 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     return draw_inputs(case, MaskRule(causal=bool(case.params["causal"])), device)
 
 
-def _ours(pattern: BlockSparsePattern) -> Maker:
-    def make(inputs: Inputs) -> Call:
-        def call() -> torch.Tensor:
-            result = sparsek_kernels.block_sparse_attention(
-                inputs.q, inputs.k, inputs.v, pattern, causal=inputs.rule.causal
-            )
-            return cast(torch.Tensor, result)
-
-        return Call(call)
-
-    return make
+def _ours(pattern: BlockSparsePattern, inputs: Inputs) -> Call:
+    call = partial(
+        sparsek_kernels.block_sparse_attention,
+        *(inputs.q, inputs.k, inputs.v, pattern),
+        causal=inputs.rule.causal,
+    )
+    return Call(call)
 
 
-def _flex(blocks: torch.Tensor, block_size: int) -> Maker:
+def _flex(blocks: torch.Tensor, block_size: int, inputs: Inputs) -> Call:
     """FlexAttention, compiled for the shape, with the same blocks; it masks cut ones alone."""
+    causal, num_heads = inputs.rule.causal, inputs.q.shape[2]
+    heads = blocks.repeat_interleave(num_heads // blocks.shape[0], 0)
 
-    def make(inputs: Inputs) -> Call:
-        causal, num_heads = inputs.rule.causal, inputs.q.shape[2]
-        heads = blocks.repeat_interleave(num_heads // blocks.shape[0], 0)
+    def mask_mod(
+        _b: torch.Tensor, head: torch.Tensor, row: torch.Tensor, col: torch.Tensor
+    ) -> torch.Tensor:
+        seen = heads[head, row // block_size, col // block_size]
+        return seen & (col <= row) if causal else seen
 
-        def mask_mod(
-            _b: torch.Tensor, head: torch.Tensor, row: torch.Tensor, col: torch.Tensor
-        ) -> torch.Tensor:
-            seen = heads[head, row // block_size, col // block_size]
-            return seen & (col <= row) if causal else seen
-
-        return peers.flex_under(inputs, mask_mod, num_heads, block_size)
-
-    return make
+    return peers.flex_under(inputs, mask_mod, num_heads, block_size)
 
 
 def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider]:
@@ -132,17 +124,25 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
         blocks.repeat_interleave(kv_heads // blocks.shape[0], 0), size, inputs.rule.causal
     )
     entries = [
-        Entry(OURS, _ours(BlockSparsePattern.from_mask(blocks, size)), rule),
-        Entry("flex", _flex(blocks, size), rule),
+        Entry(OURS, partial(_ours, BlockSparsePattern.from_mask(blocks, size)), rule),
+        Entry("flex", partial(_flex, blocks, size), rule),
         Entry("sdpa_flash", peers.sdpa_flash, inputs.rule, DENSE),
         Entry("sdpa_cudnn", peers.sdpa_cudnn, inputs.rule, DENSE),
     ]
     return providers(inputs, entries, backward=backward)
 
 
-register_passes(
-    "block_sparse",
-    ("attention over random blocks, forward", "the same, backward alone (dq, dk and dv)"),
-    DEFAULTS,
-    _build,
+OPS = (
+    BenchOp(
+        "block_sparse_fwd",
+        "attention over random blocks, forward",
+        DEFAULTS,
+        partial(_build, backward=False),
+    ),
+    BenchOp(
+        "block_sparse_bwd",
+        "the same, backward alone (dq, dk and dv)",
+        DEFAULTS,
+        partial(_build, backward=True),
+    ),
 )

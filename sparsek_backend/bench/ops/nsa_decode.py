@@ -18,7 +18,6 @@ from sparsek_backend.bench.registry import (
     Outputs,
     Param,
     Provider,
-    register,
 )
 from sparsek_kernels.nsa.api import nsa_compress, nsa_select
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
@@ -45,21 +44,13 @@ SPEC = NSASpec()
 
 @dataclass(frozen=True)
 class Inputs:
-    """A filled cache of one layer, and the tokens that are decoded.
+    """A filled cache of one layer, and the tokens that are decoded."""
 
-    Args:
-        q: [T, Hq, D].
-        pages: keys, values and compressed rows, pages in random order.
-        batch: one query token for each request.
-        compression: random weights of the learnable map, with a rotary embedding.
-        window_size: tokens of the sliding branch.
-    """
-
-    q: torch.Tensor
-    pages: NSAPages
-    batch: PagedBatch
-    compression: Compression
-    window_size: int
+    q: torch.Tensor  # [T, Hq, D]
+    pages: NSAPages  # keys, values and compressed rows, pages in random order
+    batch: PagedBatch  # one query token for each request
+    compression: Compression  # random weights of the learnable map, with a rotary embedding
+    window_size: int  # tokens of the sliding branch
 
     @property
     def scale(self) -> float:
@@ -220,17 +211,8 @@ def _ours(inputs: Inputs) -> Callable[[], Outputs]:
 def _dense(inputs: Inputs) -> Callable[[], Outputs]:
     out = torch.empty_like(inputs.q)
 
-    def call() -> Outputs:
-        k, v = inputs.pages.k_slc, inputs.pages.v_slc
-        paged_attention(inputs.q, k, v, inputs.batch, SelectionPolicy(), out=out)
-        return (out,)
-
-    return call
-
-
-def _fa3(inputs: Inputs) -> Callable[[], Outputs]:
-    pages, every = inputs.pages, slice(0, inputs.q.shape[0])
-    return fa3_paged(inputs.q, pages.k_slc, pages.v_slc, [(inputs.batch, every)])
+    k, v = inputs.pages.k_slc, inputs.pages.v_slc
+    return lambda: (paged_attention(inputs.q, k, v, inputs.batch, SelectionPolicy(), out=out),)
 
 
 def _gate_dense(inputs: Inputs, out: torch.Tensor) -> GateResult:
@@ -262,6 +244,7 @@ def _cost(inputs: Inputs, dense: bool) -> tuple[float, float]:
 
 def _build(case: Case, device: torch.device) -> list[Provider]:
     inputs = make_inputs(case, device)
+    pages, step = inputs.pages, (inputs.batch, slice(0, inputs.q.shape[0]))
 
     def provider(name: str, prepare: Callable[[], Callable[[], Outputs]], dense: bool) -> Provider:
         flops, num_bytes = _cost(inputs, dense)
@@ -279,10 +262,12 @@ def _build(case: Case, device: torch.device) -> list[Provider]:
     return [
         provider(OURS, lambda: _ours(inputs), False),
         provider("sparsek_dense", lambda: _dense(inputs), True),
-        provider("fa3", lambda: _fa3(inputs), True),
+        provider("fa3", lambda: fa3_paged(inputs.q, pages.k_slc, pages.v_slc, [step]), True),
     ]
 
 
-register(
-    BenchOp("nsa_decode", "one decode step of native sparse attention over pages", DEFAULTS, _build)
+OPS = (
+    BenchOp(
+        "nsa_decode", "one decode step of native sparse attention over pages", DEFAULTS, _build
+    ),
 )

@@ -30,7 +30,6 @@ from sparsek_backend.bench.registry import (
     Outputs,
     Provider,
     Unavailable,
-    register,
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.index.base import Indexers
@@ -89,10 +88,7 @@ def gate_tiles(
     """Check a few tiles: the selection by exact scores, then the output over that selection.
 
     Args:
-        inputs: the case.
-        tiles: what to check.
         policy: what the provider attends; dense for dense peers.
-        out: [T, Hq, D].
         steps: the calls of the op that made ``out``.
         lists: what prefills follow in place of scores.
     """
@@ -194,18 +190,13 @@ def _ours(
     return call
 
 
-def _only_length(inputs: PagedInputs) -> int:
-    """Keys of every request, of which each has one query."""
-    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
-        raise Unavailable("one query token and equal lengths only")
-    return inputs.seq_lens[0]
-
-
 def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     """Dense decode without a paged kernel: gather every page, then SDPA."""
     if sum(inputs.seq_lens) > _GATHER_LIMIT:
         raise Unavailable(f"gathering {sum(inputs.seq_lens)} keys is too large")
-    length = _only_length(inputs)
+    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
+        raise Unavailable("one query token and equal lengths only")
+    length = inputs.seq_lens[0]
     table = inputs.block_table[:, : ceil_div(length, inputs.page_size)].long()
 
     def call() -> Outputs:
@@ -301,13 +292,9 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
     kept = inputs.k_cache.shape[1] * inputs.k_summary.shape[2] / inputs.page_size
     num_bytes = float(sum(positions) * kept)
 
-    def ours() -> Callable[[], Outputs]:
-        def call() -> Outputs:
-            return tuple(
-                select_blocks(inputs.q, inputs.k_cache, batch, policy, k_summary=inputs.k_summary)
-            )
-
-        return call
+    def call() -> Outputs:
+        q, k, k_summary = inputs.q, inputs.k_cache, inputs.k_summary
+        return tuple(select_blocks(q, k, batch, policy, k_summary=k_summary))
 
     def gate(outputs: Outputs) -> GateResult:
         for tile in decode_tiles(inputs):
@@ -316,7 +303,7 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         return GateResult(True, "cells are the best by exact score")
 
-    return [Provider(OURS, ours, gate, flops, num_bytes, reads_only=True)]
+    return [Provider(OURS, lambda: call, gate, flops, num_bytes, reads_only=True)]
 
 
 def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
@@ -401,15 +388,13 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
     return scored, read
 
 
-register(BenchOp("paged_decode", "a decode step, selection included", DEFAULTS, _build_decode))
-register(
-    BenchOp("paged_select", "the block selection of a decode step alone", DEFAULTS, _build_select)
-)
-register(
+OPS = (
+    BenchOp("paged_decode", "a decode step, selection included", DEFAULTS, _build_decode),
+    BenchOp("paged_select", "the block selection of a decode step alone", DEFAULTS, _build_select),
     BenchOp(
         "paged_prefill",
         "one prompt prefilled in chunks, selection included",
         {**DEFAULTS, "chunk": 16384, "lists": "", "layer": 0},
         _build_prefill,
-    )
+    ),
 )

@@ -61,30 +61,20 @@ Step = tuple[PagedBatch, slice]
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """A filled cache and the queries over it.
+    """A filled cache and the queries over it."""
 
-    Args:
-        q: [T, Hq, D], packed.
-        k_cache: [P, Hkv, page_size, D], a strided view of the pages.
-        v_cache: [P, Hkv, page_size, D], a strided view of the same pages.
-        k_summary: [P, Hkv, summary_bytes] uint8, a strided view of the tail of each page: records
-            where pages hold whole segments.
-        block_table: [R, max pages] int32, pages in random order.
-        query_lens: new tokens of each request.
-        seq_lens: keys of each request.
-        policy: what a query attends.
-        max_len: longest context that a launch must serve, as in a graph that a server captures;
-            the longest of the batch where that is longer.
-    """
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    q: torch.Tensor  # [T, Hq, D], packed
+    k_cache: torch.Tensor  # [P, Hkv, page_size, D], a strided view of the pages
+    v_cache: torch.Tensor  # [P, Hkv, page_size, D], a strided view of the same pages
+    # [P, Hkv, summary_bytes] uint8, a strided view of the tail of each page: records where pages
+    # hold whole segments
     k_summary: torch.Tensor
-    block_table: torch.Tensor
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    policy: SelectionPolicy
+    block_table: torch.Tensor  # [R, max pages] int32, pages in random order
+    query_lens: tuple[int, ...]  # new tokens of each request
+    seq_lens: tuple[int, ...]  # keys of each request
+    policy: SelectionPolicy  # what a query attends
+    # longest context that a launch must serve, as in a graph that a server captures; the longest of
+    # the batch where that is longer
     max_len: int = 0
 
     @property
@@ -260,7 +250,7 @@ def attend_tile(
         visible = visible_reference(q, k, positions, policy, scale, lambda *_: listed)[:, 0]
     every = MaskRule(causal=False)
     outputs = [
-        attend_head(row[None], k[seen, 0], v[seen], every, dtype=dtype, softmax_scale=scale).out
+        attend_head(row[None], k[seen, 0], v[seen], every, dtype=dtype, softmax_scale=scale)[0]
         for row, seen in zip(q, visible, strict=True)
     ]
     return torch.cat(outputs)

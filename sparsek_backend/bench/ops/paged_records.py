@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,7 @@ from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import attend_reference, list_logs
 
-_SCORES, _ERROR = 0.1, 0.02
+SCORES, _ERROR = 0.1, 0.02
 """Most error of scores: weights of 8 bits have 3 behind the leading one.  Most error of the output,
 of its largest value."""
 
@@ -30,19 +31,49 @@ Oracle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Choice | None]
 
 def oracle_of(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy) -> Oracle:
     """What a request's new tokens choose together for one KV head, exactly."""
-    count, last = inputs.query_lens[tile.request], tile.rows.stop
-    heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
-    q = inputs.q[last - count : last, heads].cpu()
+    q = _new_rows(inputs.q, inputs, tile).cpu()
     k, v = (x.cpu()[:, None] for x in inputs.keys_of(tile.request, tile.head))
-    return q, k, v, choose_reference(q, k, len(k) - count, policy, inputs.softmax_scale)
+    return q, k, v, choose_reference(q, k, len(k) - len(q), policy, inputs.softmax_scale)
 
 
-def wrong_cells(chosen: torch.Tensor, oracle: Oracle) -> str:
+def _new_rows(x: torch.Tensor, inputs: PagedInputs, tile: Tile) -> torch.Tensor:
+    """Rows ``[N, G, D]`` of a request's new tokens, the last of which is the tile's."""
+    first = tile.rows.stop - inputs.query_lens[tile.request]
+    return inputs.tile_rows(x, replace(tile, rows=range(first, tile.rows.stop)))
+
+
+def wrong_cells(chosen: torch.Tensor, oracle: Oracle, tolerance: float = SCORES) -> str:
     """Why a list ([places]) is not one that the oracle's scores explain, or an empty string."""
     entries, found = chosen.tolist(), oracle[3]
     if found is None:
         return "" if set(entries) <= {-1} else "cells where everything is seen"
-    return list_error(found, 0, entries, _SCORES)
+    return list_error(found, 0, entries, tolerance)
+
+
+def chosen_lists(inputs: PagedInputs, batch: PagedBatch, policy: SelectionPolicy) -> torch.Tensor:
+    """``[R, Hkv, places]``: what the kernels choose for the requests of a step of decodes."""
+    operands = PagedOperands(
+        inputs.q, inputs.k_cache, inputs.v_cache, inputs.q, inputs.softmax_scale, inputs.k_summary
+    )
+    return PageRecords().select(operands, Segment(batch, policy)).indices
+
+
+def error_of_output(
+    inputs: PagedInputs,
+    tile: Tile,
+    policy: SelectionPolicy,
+    out: torch.Tensor,
+    entries: torch.Tensor,
+    oracle: Oracle,
+) -> float:
+    """Error of ``out [T, Hq, D]`` over the kernels' own list, relative to its largest value."""
+    q, k, v, found = oracle
+    start, key = len(k) - len(q), torch.arange(len(k))
+    visible = (key <= start + torch.arange(len(q))[:, None]).unsqueeze(1)
+    logs = None if found is None else list_logs([entries.tolist()], len(k), start, policy)
+    exact = attend_reference(q, k, v, visible, inputs.softmax_scale, logs=logs)
+    difference = (_new_rows(out, inputs, tile).cpu().double() - exact).abs().max()
+    return float(difference / exact.abs().max())
 
 
 def gate_records(
@@ -55,28 +86,15 @@ def gate_records(
     """Check the choice of some requests, and their outputs over the kernels' own lists.
 
     Args:
-        inputs: the case.
         tiles: the last token of each of these requests.
         policy: of single tokens.
-        out: [T, Hq, D].
-        batch: decodes.
     """
-    scale = inputs.softmax_scale
-    operands = PagedOperands(inputs.q, inputs.k_cache, inputs.v_cache, out, scale, inputs.k_summary)
-    chosen, worst = PageRecords().select(operands, Segment(batch, policy)), 0.0
+    chosen, worst = chosen_lists(inputs, batch, policy), 0.0
     for tile in tiles:
         oracle = oracle_of(inputs, tile, policy)
-        q, k, v, found = oracle
-        start, key = len(k) - len(q), torch.arange(len(k))
-        visible = (key <= start + torch.arange(len(q))[:, None]).unsqueeze(1)
-        rows = slice(tile.rows.stop - len(q), tile.rows.stop)
-        heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
-        entries = chosen.indices[tile.request, tile.head].cpu()
+        entries = chosen[tile.request, tile.head].cpu()
+        error = error_of_output(inputs, tile, policy, out, entries, oracle)
         wrong = wrong_cells(entries, oracle)
-        logs = None if found is None else list_logs([entries.tolist()], len(k), start, policy)
-        exact = attend_reference(q, k, v, visible, scale, logs=logs)
-        difference = (out[rows, heads].cpu().double() - exact).abs().max()
-        error = float(difference / exact.abs().max())
         if wrong or not error <= _ERROR:
             wrong = wrong or f"output is wrong by {error:.2%}"
             return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from sparsek_backend.bench.registry import Outputs, Unavailable
 class Call:
     """A call that can be timed, and how its output becomes [B, N, Hq, D] for the gate."""
 
-    run: Callable[[], torch.Tensor]
+    run: Callable[[], Any]
     view: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
 
 
@@ -47,26 +48,18 @@ def _sdpa(
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     if mask is not None and inputs.group > 1:  # the masked backends take no grouped heads
         k, v = (t.repeat_interleave(inputs.group, dim=1) for t in (k, v))
-
     grouped = q.shape[1] != k.shape[1]
-
-    def call() -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-        )
-
-    if backend is None:
-        return Call(call, _heads_inside)
-    chosen = [backend]
-
-    def restricted() -> torch.Tensor:
-        with sdpa_kernel(chosen):
-            return call()
-
-    return Call(restricted, _heads_inside)
+    call = partial(
+        F.scaled_dot_product_attention, q, k, v,
+        attn_mask=mask, is_causal=causal, enable_gqa=grouped,
+    )  # fmt: skip
+    return Call(call if backend is None else sdpa_kernel(backend)(call), _heads_inside)
 
 
-def _sdpa_unmasked(inputs: Inputs, backend: SDPBackend | None) -> Call:
+def sdpa(inputs: Inputs, backend: SDPBackend | None = None) -> Call:
+    """`scaled_dot_product_attention` with one backend, or as it comes (dense masks only)."""
+    if backend is SDPBackend.CUDNN_ATTENTION and inputs.q.device.type != "cuda":
+        raise Unavailable("cuDNN runs on CUDA GPUs only")
     _refuse(inputs)
     if inputs.rule.window_size is not None:
         raise Unavailable("no sink or window mask without an N x N tensor")
@@ -75,21 +68,8 @@ def _sdpa_unmasked(inputs: Inputs, backend: SDPBackend | None) -> Call:
     return _sdpa(inputs, backend, None, inputs.rule.causal)
 
 
-def sdpa(inputs: Inputs) -> Call:
-    """`scaled_dot_product_attention` as it comes, which picks a backend (dense masks only)."""
-    return _sdpa_unmasked(inputs, None)
-
-
-def sdpa_flash(inputs: Inputs) -> Call:
-    """`scaled_dot_product_attention` with its flash backend (dense masks only)."""
-    return _sdpa_unmasked(inputs, SDPBackend.FLASH_ATTENTION)
-
-
-def sdpa_cudnn(inputs: Inputs) -> Call:
-    """`scaled_dot_product_attention` with its cuDNN backend (dense masks only)."""
-    if inputs.q.device.type != "cuda":
-        raise Unavailable("cuDNN runs on CUDA GPUs only")
-    return _sdpa_unmasked(inputs, SDPBackend.CUDNN_ATTENTION)
+sdpa_flash = partial(sdpa, backend=SDPBackend.FLASH_ATTENTION)
+sdpa_cudnn = partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_mask(inputs: Inputs) -> Call:
@@ -147,12 +127,10 @@ def flex_under(
     if block_size < 128:  # its own tiles are larger than the blocks, which it refuses
         options = dict.fromkeys(_FLEX_TILES, block_size) | {"num_warps": 4}
 
-    def call() -> torch.Tensor:
-        out: torch.Tensor = compiled(
-            q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1, kernel_options=options
-        )
-        return out
-
+    call = partial(
+        compiled, q, k, v,
+        block_mask=block_mask, enable_gqa=inputs.group > 1, kernel_options=options,
+    )  # fmt: skip
     return Call(call, _heads_inside)
 
 
@@ -163,24 +141,20 @@ def fa3(inputs: Inputs) -> Call:
     window = [-1, -1] if rule.window_size is None else [rule.window_size - 1, 0]
     q, k, v = (t.flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.to(q.dtype)
-    max_q, max_k = max(inputs.query_lens), max(inputs.seq_lens)
-
-    def call() -> torch.Tensor:
-        out: torch.Tensor = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            max_seqlen_q=max_q,
-            cu_seqlens_q=inputs.cu_q,
-            max_seqlen_k=max_k,
-            cu_seqlens_k=inputs.cu_k,
-            causal=rule.causal,
-            window_size=window,
-            fa_version=3,
-            s_aux=sinks,
-        )
-        return out
-
+    call = partial(
+        flash_attn_varlen_func,
+        q,
+        k,
+        v,
+        max_seqlen_q=max(inputs.query_lens),
+        cu_seqlens_q=inputs.cu_q,
+        max_seqlen_k=max(inputs.seq_lens),
+        cu_seqlens_k=inputs.cu_k,
+        causal=rule.causal,
+        window_size=window,
+        fa_version=3,
+        s_aux=sinks,
+    )
     return Call(call, lambda out: out.view_as(inputs.q))
 
 

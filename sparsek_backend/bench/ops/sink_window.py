@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -13,7 +12,7 @@ import sparsek_kernels
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs, make_inputs
-from sparsek_backend.bench.oracle import HeadGrads, Mask, MaskRule, attend_head, compare
+from sparsek_backend.bench.oracle import Mask, MaskRule, attend_head, compare
 from sparsek_backend.bench.registry import (
     OURS,
     BenchOp,
@@ -22,7 +21,6 @@ from sparsek_backend.bench.registry import (
     Outputs,
     Param,
     Provider,
-    register,
 )
 
 DEFAULTS: dict[str, Param] = {
@@ -69,15 +67,16 @@ class Oracle:
         self.picks = pick_requests(inputs)
         self.results = functools.lru_cache(maxsize=2)(self._results)
 
-    def _results(self, rule: Mask, dtype: torch.dtype) -> list[HeadGrads]:
+    def _results(self, rule: Mask, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         return [self._head(rule, dtype, request, head) for request, head in self.picks]
 
-    def _head(self, rule: Mask, dtype: torch.dtype, request: int, head: int) -> HeadGrads:
+    def _head(self, rule: Mask, dtype: torch.dtype, request: int, head: int) -> list[torch.Tensor]:
+        """The output, or with `backward` the gradients, of a KV head's group."""
         inputs = self.inputs
         leaves = (inputs.q, inputs.k, inputs.v, *(() if inputs.sinks is None else (inputs.sinks,)))
         q, k, v, *sinks = self._of_head(leaves, request, head)
         (dout,) = self._of_head((inputs.dout,), request, head) if self.backward else (None,)
-        return attend_head(
+        out, *grads = attend_head(
             q,
             k,
             v,
@@ -88,6 +87,7 @@ class Oracle:
             dout=dout,
             chunk=max(64, min(1024, (1 << 25) // max(inputs.seq_lens))),
         )
+        return grads or [out]
 
     def gate(self, rule: Mask, outputs: Outputs) -> GateResult:
         """Check `(out,)` or `(dq, dk, dv[, dsinks])` in the layout of the inputs."""
@@ -97,11 +97,10 @@ class Oracle:
         for (request, head), oracle, reference in zip(self.picks, exact, plain, strict=True):
             got = self._of_head(outputs, request, head)
             names = ("dq", "dk", "dv", "dsinks")[: len(got)] if self.backward else ("out",)
-            want = [_fields(result, self.backward)[: len(got)] for result in (oracle, reference)]
-            if len(self.inputs.query_lens) > 1 and "dsinks" in names:
-                got, names = got[:3], names[:3]
-                want = [fields[:3] for fields in want]
-            verdicts.append(compare(names, got, want[0], want[1]))
+            if len(self.inputs.query_lens) > 1:  # of which `dsinks` is the sum
+                names = names[:3]
+            fields = (found[: len(names)] for found in (got, oracle, reference))
+            verdicts.append(compare(names, *fields))
         failed = [verdict for verdict in verdicts if not verdict.passed]
         return failed[0] if failed else verdicts[-1]
 
@@ -112,11 +111,6 @@ class Oracle:
         queries = [_request(x, inputs.cu_q, inputs, request)[:, heads] for x in tensors[:1]]
         keys = [_request(x, inputs.cu_k, inputs, request)[:, head] for x in tensors[1:3]]
         return [*queries, *keys, *(x[heads] for x in tensors[3:])]
-
-
-def _fields(result: HeadGrads, backward: bool) -> list[torch.Tensor]:
-    fields = (result.dq, result.dk, result.dv, result.dsinks) if backward else (result.out,)
-    return [tensor for tensor in fields if tensor is not None]
 
 
 def cost(inputs: Inputs, rule: Mask, *, backward: bool) -> tuple[float, float]:
@@ -135,22 +129,19 @@ def cost(inputs: Inputs, rule: Mask, *, backward: bool) -> tuple[float, float]:
 
 def _ours(inputs: Inputs) -> Call:
     rule = inputs.rule
-    cumulative = (inputs.cu_q, inputs.cu_k) if inputs.packed else (None, None)
-
-    def call() -> torch.Tensor:
-        result = sparsek_kernels.sink_flash_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            num_sink=rule.num_sink,
-            window_size=rule.window_size,
-            causal=rule.causal,
-            sinks=inputs.sinks,
-            cu_seqlens_q=cumulative[0],
-            cu_seqlens_k=cumulative[1],
-        )
-        return cast(torch.Tensor, result)
-
+    cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if inputs.packed else (None, None)
+    call = functools.partial(
+        sparsek_kernels.sink_flash_attention,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        num_sink=rule.num_sink,
+        window_size=rule.window_size,
+        causal=rule.causal,
+        sinks=inputs.sinks,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+    )
     return Call(call)
 
 
@@ -228,24 +219,17 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     return providers(inputs, entries, backward=backward)
 
 
-def register_passes(
-    name: str,
-    summaries: tuple[str, str],
-    defaults: Mapping[str, Param],
-    build: Callable[..., list[Provider]],
-) -> None:
-    """Register ``NAME_fwd`` and ``NAME_bwd``: ``build`` without and with ``backward``."""
-    for suffix, summary in zip(("fwd", "bwd"), summaries, strict=True):
-        made = functools.partial(build, backward=suffix == "bwd")
-        register(BenchOp(f"{name}_{suffix}", summary, defaults, made))
-
-
-register_passes(
-    "sink_window",
-    (
+OPS = (
+    BenchOp(
+        "sink_window_fwd",
         "sink + sliding-window, causal and full attention, forward",
-        "the same, backward alone (dq, dk, dv and dsinks)",
+        DEFAULTS,
+        functools.partial(_build, backward=False),
     ),
-    DEFAULTS,
-    _build,
+    BenchOp(
+        "sink_window_bwd",
+        "the same, backward alone (dq, dk, dv and dsinks)",
+        DEFAULTS,
+        functools.partial(_build, backward=True),
+    ),
 )

@@ -13,33 +13,19 @@ from sparsek_backend.bench.registry import Case
 
 @dataclass(frozen=True)
 class Inputs:
-    """One case's tensors.  Varlen batches are packed: B = 1 and cumulative lengths.
+    """One case's tensors.  Varlen batches are packed: B = 1 and cumulative lengths."""
 
-    Args:
-        q: [B, N, Hq, D].
-        k: [B, M, Hkv, D].
-        v: [B, M, Hkv, D].
-        dout: [B, N, Hq, D].
-        sinks: [Hq] learned logits, or None.
-        cu_q: [R + 1] int32.
-        cu_k: [R + 1] int32.
-        rule: the mask.
-        packed: whether the batch is packed (B = 1, several requests).
-        query_lens: query tokens of each request.
-        seq_lens: keys of each request.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor
-    sinks: torch.Tensor | None
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    rule: MaskRule
-    packed: bool
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
+    q: torch.Tensor  # [B, N, Hq, D]
+    k: torch.Tensor  # [B, M, Hkv, D]
+    v: torch.Tensor  # [B, M, Hkv, D]
+    dout: torch.Tensor  # [B, N, Hq, D]
+    sinks: torch.Tensor | None  # [Hq] learned logits, or None
+    cu_q: torch.Tensor  # [R + 1] int32
+    cu_k: torch.Tensor  # [R + 1] int32
+    rule: MaskRule  # the mask
+    packed: bool  # whether the batch is packed (B = 1, several requests)
+    query_lens: tuple[int, ...]  # query tokens of each request
+    seq_lens: tuple[int, ...]  # keys of each request
 
     @property
     def group(self) -> int:

@@ -12,23 +12,15 @@ from sparsek_backend.eval.prompt import Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """Seed, place and length from which a task makes one prompt.
+    """Seed, place and length from which a task makes one prompt."""
 
-    Args:
-        seed: of the whole evaluation; pools that all prompts share depend on it alone.
-        rng: this prompt's own.
-        depth: where in the body the asked thing stands, 0 to 1; even over the prompts of a task.
-        length: tokens of the prompt.
-        tokenizer: the model's.
-        prose: the pool of filler sentences.
-    """
-
-    seed: int
-    rng: random.Random
+    seed: int  # of the whole evaluation; pools that all prompts share depend on it alone
+    rng: random.Random  # this prompt's own
+    # where in the body the asked thing stands, 0 to 1; even over the prompts of a task
     depth: float
-    length: int
-    tokenizer: Tokenizer
-    prose: Sequence[str]
+    length: int  # tokens of the prompt
+    tokenizer: Tokenizer  # the model's
+    prose: Sequence[str]  # the pool of filler sentences
 
     def sentences(self) -> Iterator[str]:
         """Filler sentences without end."""

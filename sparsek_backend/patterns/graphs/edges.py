@@ -17,12 +17,7 @@ from sparsek_kernels.checks import check_int, check_tensor
 
 
 def adjacency(edge_index: torch.Tensor, num_nodes: int) -> Any:
-    """A scipy CSR array ``[nodes, nodes]`` with the number of edges from i to j at ``(i, j)``.
-
-    Raises:
-        TypeError: ``edge_index`` is no int64 tensor.
-        ValueError: a wrong shape, or a node that does not exist.
-    """
+    """A scipy CSR array ``[nodes, nodes]`` with the number of edges from i to j at ``(i, j)``."""
     from scipy import sparse
 
     check_edges(edge_index, num_nodes)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsek_backend.extras import needing
 from sparsek_kernels.checks import check_int, check_tensor
 
 _STATE_VERSION = 1
@@ -28,12 +29,8 @@ def hnsw_edges(
     Raises:
         ImportError: hnswlib is missing; the message has the install command.
     """
-    try:
+    with needing("HNSW layers need hnswlib", extra="graphs"):
         import hnswlib
-    except ImportError as error:
-        raise ImportError(
-            "HNSW layers need hnswlib: pip install 'sparsek-backend[graphs]'"
-        ) from error
     check_tensor("features", features, ("N", "F"))
     check_int("links", links, 2)
     check_int("ef_construction", ef_construction, 1)

@@ -13,7 +13,6 @@ def read_patterns(path: Path, *, block_size: int | None = None) -> ModelPatterns
     """The patterns of a ``.safetensors`` file, or of a scipy matrix over the blocks (``.npz``).
 
     Args:
-        path: the file.
         block_size: tokens along a side of a block, for a matrix that does not say it.
 
     Raises:
@@ -38,7 +37,6 @@ def write_patterns(
     """Write a model's file, one layer's file, or one pattern as a scipy matrix.
 
     Args:
-        patterns: of the layers.
         path: ``.safetensors``, or ``.npz`` for a CSR matrix over the blocks, whose values are the
             weights.
         layer: this layer alone; a matrix is of the only layer where it is ``None``.

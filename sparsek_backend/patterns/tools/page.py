@@ -44,19 +44,7 @@ img {{ max-width: 100%; }}
 
 
 def write_page(patterns: ModelPatterns, folder: Path, *, head_dim: int = 64) -> list[Path]:
-    """Write ``layer_000.png`` and so on, and ``index.html``, which needs no other file.
-
-    Args:
-        patterns: of the layers.
-        folder: made if it is missing.
-        head_dim: elements of a head, for the flops.
-
-    Returns:
-        The files, the page last.
-
-    Raises:
-        ImportError: matplotlib is missing; the message has the install command.
-    """
+    """Write ``layer_000.png`` and so on, and last ``index.html``, which needs no other file."""
     folder.mkdir(parents=True, exist_ok=True)
     written, rows, figures = [], [], []
     for layer, pattern in patterns.patterns.items():

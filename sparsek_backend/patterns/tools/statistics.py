@@ -17,36 +17,23 @@ _SOFTMAX_FLOPS = 6
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one pattern, executed by every head once over its longest sequence.
+    """Of one pattern, executed by every head once over its longest sequence."""
 
-    Args:
-        patterns: P.
-        density: share of all blocks that is listed.
-        sparsity: share of the visible blocks that is left out.
-        row_mean: listed blocks per query block, on average.
-        row_std: their standard deviation.
-        row_max: the most.
-        overlap: blocks that both of two patterns list over blocks that either lists, on average.
-        importance: histogram of the listed blocks' weights over the largest one, in equal steps
-            from 0 to 1; empty without weights.
-        bytes: of the index tensors and weights.
-        dense_mask_bytes: of a boolean mask over all tokens, for comparison.
-        flops: of one forward pass of one sequence with ``heads`` heads.
-        tensor_core_share: share of the flops that are matrix products.
-    """
-
-    patterns: int
-    density: float
-    sparsity: float
-    row_mean: float
-    row_std: float
-    row_max: int
+    patterns: int  # P
+    density: float  # share of all blocks that is listed
+    sparsity: float  # share of the visible blocks that is left out
+    row_mean: float  # listed blocks per query block, on average
+    row_std: float  # their standard deviation
+    row_max: int  # the most
+    # blocks that both of two patterns list over blocks that either lists, on average
     overlap: float
+    # histogram of the listed blocks' weights over the largest one, in equal steps from 0 to 1;
+    # empty without weights
     importance: list[int]
-    bytes: int
-    dense_mask_bytes: int
-    flops: int
-    tensor_core_share: float
+    bytes: int  # of the index tensors and weights
+    dense_mask_bytes: int  # of a boolean mask over all tokens, for comparison
+    flops: int  # of one forward pass of one sequence with ``heads`` heads
+    tensor_core_share: float  # share of the flops that are matrix products
 
 
 def pattern_statistics(
@@ -58,8 +45,6 @@ def pattern_statistics(
     """The statistics of a pattern, under causality.
 
     Args:
-        pattern: on any device.
-        head_dim: elements of a head.
         heads: query heads, P by default.
     """
     mask = pattern.mask().cpu()

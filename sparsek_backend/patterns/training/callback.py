@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 
+from sparsek_backend.extras import needing
 from sparsek_backend.patterns.training.scheduler import PatternScheduler
 
-try:
+with needing("the callback needs Transformers", extra="eval"):
     from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError(
-        "the callback needs Transformers: pip install 'sparsek-backend[eval]'"
-    ) from error
 
 
 class PatternCallback(TrainerCallback):  # type: ignore[misc]

@@ -20,11 +20,7 @@ Heads = Literal["query", "kv", "all"]
 
 
 def num_patterns(heads: Heads, num_heads: int, num_kv_heads: int) -> int:
-    """P, patterns of a layer.
-
-    Raises:
-        ValueError: unknown ``heads``.
-    """
+    """P, patterns of a layer."""
     patterns = {"query": num_heads, "kv": num_kv_heads, "all": 1}
     if heads not in patterns:
         raise ValueError(f"heads: expected 'query', 'kv' or 'all', got {heads!r}")

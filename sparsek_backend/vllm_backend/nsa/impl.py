@@ -43,12 +43,9 @@ class NSAImpl(AttentionImpl):
 
         Args:
             num_heads: three times the query heads: vLLM wants a multiple of the cache's heads.
-            head_size: elements of one key.
-            scale: the softmax scale.
             num_kv_heads: heads of the cache, all branches together.
             alibi_slopes: unused, and so are the other features of dense attention.
             kv_cache_dtype: the model's own, checked while the engine is configured.
-            make_compression: returns the layer's compression, once weights are loaded.
         """
         self.num_heads = num_heads // 3
         self.head_size = head_size

@@ -17,10 +17,7 @@ def tail_elements(config: NSAConfig, num_kv_heads: int, page_size: int, head_dim
     """Elements of the compressed rows behind a page's K and V.
 
     Args:
-        config: the model's ``nsa`` section.
         num_kv_heads: heads of the cache, all branches together.
-        page_size: tokens in one KV page.
-        head_dim: elements of one key.
     """
     heads = num_kv_heads // config.num_branches
     return heads * -(-page_size // config.cmp_stride) * 2 * head_dim

@@ -18,7 +18,6 @@ def attend_pages(
     """Attend a decoder's step; writes ``operands.out``.
 
     Args:
-        impl: the layer's :class:`SparseKImpl`.
         reason: why SDPA serves it, for the log.
         window_of_ranges: whether bidirectional ranges heed the window.
     """

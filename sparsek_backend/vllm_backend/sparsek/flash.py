@@ -18,12 +18,7 @@ from sparsek_kernels.paged.plan import Segment
 
 
 class FlashPrefill:
-    """vLLM's FlashAttention over our pages.
-
-    Args:
-        attend: ``flash_attn_varlen_func``.
-        version: its ``fa_version``.
-    """
+    """vLLM's FlashAttention over our pages."""
 
     def __init__(self, attend: Callable[..., Any], version: int) -> None:
         self._attend = attend

@@ -113,15 +113,9 @@ class SparseKImpl(AttentionImpl):
         """Fix what the layer attends, once its place in the model and its pages are known.
 
         Args:
-            layer_index: position of the layer in the model.
-            page_size: tokens in one KV page.
             full_attention: whether the model lets the layer attend every token.
             owner: the implementation that writes the pages, of this layer or of the one whose KV
                 cache it shares.
-            device: where the layer runs.
-
-        Returns:
-            The layer's policies.
 
         Raises:
             NotImplementedError: the layer selects blocks, and another backend writes its pages.
@@ -158,8 +152,6 @@ class SparseKImpl(AttentionImpl):
         Args:
             layer: the layer, which has the scales of an fp8 cache.
             kv_cache: ``[pages, Hkv, page_size, C]``.
-            batch: the step, of decodes or of prefills.
-            policy: what their queries attend.
         """
         ranks = self.dcp_world_size  # a rank attends for the heads of all of them
         shape = (sum(batch.query_lens), self.num_heads * ranks, self.head_size)
@@ -224,9 +216,6 @@ class SparseKImpl(AttentionImpl):
             kv_cache: ``[pages, Hkv, page_size, C]``.
             attn_metadata: the step, or ``None`` while vLLM profiles.
             output: ``[T, Hq, D]``, written.
-
-        Returns:
-            ``output``.
 
         Raises:
             NotImplementedError: quantised output was asked for.

@@ -38,39 +38,27 @@ Ranges = tuple[Sequence[tuple[int, int]], ...]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What layers have in common that one log line describes.
+    """What layers have in common that one log line describes."""
 
-    Args:
-        policy: what they attend.
-        fallback_reason: why they use the SDPA fallback, or ``None``.
-        flash_version: vLLM's FlashAttention that serves dense prefills, or ``None``.
-        fp8_cache: whether K and V are stored as fp8.
-    """
-
-    policy: StepPolicy
-    fallback_reason: str | None
-    flash_version: int | None
-    fp8_cache: bool
+    policy: StepPolicy  # what they attend
+    fallback_reason: str | None  # why they use the SDPA fallback, or ``None``
+    flash_version: int | None  # vLLM's FlashAttention that serves dense prefills, or ``None``
+    fp8_cache: bool  # whether K and V are stored as fp8
 
 
 @dataclass
 class SparseKMetadata(StepMetadata):
-    """One step of one group of layers.
+    """One step of one group of layers."""
 
-    Args:
-        seq_lens: keys of each request, on the host; an upper bound for decodes.
-        query_offsets: offsets of each request's query tokens, on the host, for encoder-only
-            models; ``None`` when causal.
-        mm_prefix_range: for each request, inclusive ranges of positions that attend each other in
-            both directions; ``None`` where no new token is in one.  The name is vLLM's, whose
-            Gemma 4 clears it for layers without a window.
-        shards: where the pages are, if several ranks hold them between them.
-    """
-
-    seq_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]  # keys of each request, on the host; an upper bound for decodes
+    # offsets of each request's query tokens, on the host, for encoder-only models; ``None`` when
+    # causal
     query_offsets: tuple[int, ...] | None
+    # for each request, inclusive ranges of positions that attend each other in both directions;
+    # ``None`` where no new token is in one.  The name is vLLM's, whose Gemma 4 clears it for layers
+    # without a window.
     mm_prefix_range: Ranges | None
-    shards: ShardedStep | None
+    shards: ShardedStep | None  # where the pages are, if several ranks hold them between them
 
     @property
     def fallback_reason(self) -> str | None:
@@ -219,11 +207,7 @@ class SparseKMetadataBuilder(StepBuilder):
 
 
 def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:
-    """The ranks that hold the pages of a KV cache between them, or ``None`` without such.
-
-    Raises:
-        ValueError: the ranks do not take whole pages in turn.
-    """
+    """The ranks that hold the pages of a KV cache between them, or ``None`` without such."""
     if parallel.decode_context_parallel_size == 1:
         return None
     check_interleave(parallel.cp_kv_cache_interleave_size, spec.block_size)
@@ -235,7 +219,6 @@ def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:
     """Return each request's bidirectional ranges, if a new token of the step is in any.
 
     Args:
-        common: vLLM's metadata; its ranges are keyed by request.
         first_position: ``[R]`` position of each request's first new token.
     """
     ranges = getattr(common, "mm_req_doc_ranges", None)

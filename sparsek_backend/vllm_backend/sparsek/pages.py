@@ -36,15 +36,11 @@ def with_summaries(spec: Any) -> Any:
 
 @dataclass(frozen=True)
 class PageViews:
-    """One layer's cache: K, V and, where its pages have room for them, summaries.
+    """One layer's cache: K, V and, where its pages have room for them, summaries."""
 
-    Args:
-        keys, values: ``[pages, Hkv, page_size, D]`` views of the cache.
-        summary: ``[pages, Hkv, bytes]`` uint8 view of the bytes behind K and V, or ``None``.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: torch.Tensor  # ``[pages, Hkv, page_size, D]``
+    values: torch.Tensor  # as ``keys``
+    # ``[pages, Hkv, bytes]`` uint8 view of the bytes behind K and V
     summary: torch.Tensor | None
 
 
@@ -54,7 +50,6 @@ def page_rows(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> torch.
     Args:
         kv_cache: ``[pages, Hkv, page_size, C]`` as :func:`view_pages` takes it.
         head_size: ``D``.
-        summaries: whether there are summaries behind K and V.
     """
     behind = bytes_behind(head_size, kv_cache.itemsize) // kv_cache.itemsize if summaries else 0
     elements = compat.page_elements(kv_cache, head_size, behind)
@@ -72,9 +67,7 @@ def view_pages(
     Args:
         kv_cache: ``[pages, Hkv, page_size, C]`` as vLLM allocates it, head by head, with ``C >= 2 *
             D`` elements for each token; bytes are read as fp8 (e4m3).
-        head_size: ``D``.
-        summaries: whether there are summaries behind K and V.
-        size: their bytes for a page and head, by its tokens and ``D``.
+        size: bytes of the summaries of a page and head, by its tokens and ``D``.
 
     Raises:
         ValueError: summaries are asked for and the pages have no room for them.
@@ -104,13 +97,7 @@ def view_pages(
 
 
 class PageReader:
-    """Views of one layer's cache, which are made once for each cache tensor.
-
-    Args:
-        head_size: ``D``.
-        summaries: whether the pages have summaries behind K and V.
-        size: their bytes, as :func:`view_pages` takes it.
-    """
+    """Views of one layer's cache (:func:`view_pages`), made once for each cache tensor."""
 
     def __init__(
         self,

@@ -21,19 +21,12 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 @dataclass(frozen=True)
 class LayerSite:
-    """Where a layer is.
+    """Where a layer is."""
 
-    Args:
-        index: its position in the model.
-        num_kv_heads: KV heads that this rank has of it.
-        owns_pages: whether it writes the pages that it reads.
-        device: where it runs.
-    """
-
-    index: int
-    num_kv_heads: int
-    owns_pages: bool
-    device: torch.device
+    index: int  # its position in the model
+    num_kv_heads: int  # KV heads that this rank has of it
+    owns_pages: bool  # whether it writes the pages that it reads
+    device: torch.device  # where it runs
 
     def own_heads(self, total: int) -> slice:
         """Which of a layer's ``total`` KV heads this rank has; ranks beyond them share one."""
@@ -44,23 +37,14 @@ class LayerSite:
 
 @dataclass(frozen=True, eq=False)
 class LayerSelection:
-    """What a layer attends.
+    """What a layer attends."""
 
-    Args:
-        policy: of both phases.
-        indexers: what chooses the blocks of each phase that selects.
-    """
-
-    policy: StepPolicy
-    indexers: Indexers
+    policy: StepPolicy  # of both phases
+    indexers: Indexers  # what chooses the blocks of each phase that selects
 
 
 Builder: TypeAlias = Callable[[StepPolicy, Engine, LayerSite], Indexers]
 """Makes the indexers of a layer that selects blocks."""
-
-
-def _by_scores(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
-    return default_indexers(policy)
 
 
 def _by_pattern(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
@@ -69,10 +53,6 @@ def _by_pattern(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers
     entries = engine.pattern.entries[site.index]
     lists = block_lists(entries[site.own_heads(len(entries))], policy.prefill).to(site.device)
     return Indexers(VerticalSlash(lists), default_indexers(policy).decode)
-
-
-def _by_infllm(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
-    return Indexers(InfLLM(), InfLLM())
 
 
 def _by_gates(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
@@ -84,9 +64,9 @@ def _by_gates(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
 
 
 BUILDERS: dict[str, Builder] = {
-    "block_topk": _by_scores,
+    "block_topk": lambda policy, engine, site: default_indexers(policy),
     "pattern": _by_pattern,
-    "infllm": _by_infllm,
+    "infllm": lambda policy, engine, site: Indexers(InfLLM(), InfLLM()),
     "seer": _by_gates,
 }
 

@@ -27,16 +27,11 @@ class ContextRanks:
     """The ranks of a group, which have the same KV heads and neighbouring query heads.
 
     Page ``n`` of a sequence is on rank ``n % size``, as that rank's page ``n // size``.
-
-    Args:
-        group: their process group.
-        rank: this process's place in it.
-        size: how many there are.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
+    group: dist.ProcessGroup  # their process group
+    rank: int  # this process's place in it
+    size: int  # how many there are
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[ranks, ...]``: a tensor of every rank."""
@@ -78,15 +73,10 @@ class ContextRanks:
 
 @dataclass(frozen=True)
 class GatheredPrefills:
-    """Some of a step's prefills, over pages that are gathered from all ranks.
+    """Some of a step's prefills, over pages that are gathered from all ranks."""
 
-    Args:
-        batch: the requests; their block table counts gathered pages.
-        pages: ``[n]`` int64 pages of this rank's cache that their sequences have.
-    """
-
-    batch: PagedBatch
-    pages: torch.Tensor
+    batch: PagedBatch  # the requests; their block table counts gathered pages
+    pages: torch.Tensor  # ``[n]`` int64 pages of this rank's cache that their sequences have
 
     def gather(
         self, kv_cache: torch.Tensor, rows: torch.Tensor, ranks: ContextRanks
@@ -104,16 +94,11 @@ class GatheredPrefills:
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """A step's requests where several ranks hold their pages.
+    """A step's requests where several ranks hold their pages."""
 
-    Args:
-        ranks: these ranks.
-        batch: the step; in its block table, -1 is a page of another rank.
-        prefills: the prefills, in parts that gather :data:`GATHERED_TOKENS` or one sequence.
-    """
-
-    ranks: ContextRanks
-    batch: PagedBatch
+    ranks: ContextRanks  # these ranks
+    batch: PagedBatch  # the step; in its block table, -1 is a page of another rank
+    # the prefills, in parts that gather :data:`GATHERED_TOKENS` or one sequence
     prefills: tuple[GatheredPrefills, ...]
 
     @property
@@ -123,13 +108,7 @@ class ShardedStep:
 
 
 def shard_step(batch: PagedBatch, page_size: int, ranks: ContextRanks) -> ShardedStep:
-    """Tell the pages of a step's sequences apart by rank.
-
-    Args:
-        batch: the step; its block table has this rank's pages.
-        page_size: tokens of a page.
-        ranks: who holds the pages.
-    """
+    """Tell the pages of a step's sequences apart by rank."""
     local = batch.block_table
     table = local.new_full((local.shape[0], local.shape[1] * ranks.size), -1)
     table[:, ranks.rank :: ranks.size] = local
@@ -184,9 +163,6 @@ def attend_shards(
     Args:
         operands: this rank's pages, query heads, learned logits and output.
         kv_cache: ``[pages, Hkv, page_size, C]``, this rank's.
-        step: the step.
-        selection: what the layer attends.
-        pages: how its cache is read.
     """
     operands = replace(operands, q=step.ranks.gather_heads(operands.q))
     if step.decodes.num_decodes:
@@ -206,8 +182,6 @@ def _attend_decodes(operands: PagedOperands, step: ShardedStep, selection: Layer
     Args:
         operands: this rank's pages, the query heads of all ranks, ``[T, ranks * H, D]``, learned
             logits ``[H]`` of this rank's heads, and their output ``[T, H, D]``.
-        step: the step.
-        selection: what its queries attend.
     """
     rows = slice(step.decodes.num_decode_tokens)
     part, lse = attend_shard(
@@ -235,9 +209,6 @@ def _attend_prefills(
     Args:
         operands: as :func:`_attend_decodes` takes them, but for pages of all ranks
             (:meth:`GatheredPrefills.gather`).
-        batch: the prefills.
-        ranks: who has the other heads.
-        selection: what its queries attend.
     """
     rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
     of_all_heads = paged_attention(
@@ -255,11 +226,7 @@ def _attend_prefills(
 
 
 def check_interleave(interleave: int, page_size: int) -> None:
-    """Check that ranks take whole pages in turn, so that blocks are whole on a rank.
-
-    Raises:
-        ValueError: they take other runs of tokens.
-    """
+    """Check that ranks take whole pages in turn, so that blocks are whole on a rank."""
     if interleave != page_size:
         raise ValueError(
             f"cp_kv_cache_interleave_size: expected the KV page of {page_size} tokens with decode "

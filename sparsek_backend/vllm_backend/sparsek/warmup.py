@@ -50,11 +50,6 @@ def prefill_shapes(
     ``least`` are the tokens of all prompts but the first.  Programs share a query tile the more,
     the longer the context and the fewer the tiles.  So there is every context with its last tile
     alone, and the longest with every number of tiles, of one prompt or several.
-
-    Args:
-        max_model_len: longest context.
-        max_tokens: most tokens of a step.
-        max_num_seqs: most requests of a step.
     """
     contexts = doubled(min(max_model_len, _LONG_PREFILL) if policy.is_band else max_model_len)
     if not policy.is_band:  # a shorter prompt is attended whole
@@ -86,9 +81,6 @@ def decode_shapes(
     the longest with every number.
 
     Args:
-        max_model_len: longest context.
-        max_num_seqs: most requests of a step.
-        num_kv_heads: KV heads of the layer.
         query_len: new tokens of a decode; no context is shorter.
     """
     selects = policy.selects_blocks
@@ -144,9 +136,6 @@ def warm_up(
 
     Args:
         layers: vLLM's attention layers, bound to their policies.
-        spec: their KV cache spec.
-        vllm_config: the engine's configuration.
-        device: where to run.
         query_len: most query tokens of a decode.
         rotation: :attr:`PagedBatch.rotation` of the engine's steps.
     """
@@ -221,7 +210,6 @@ def prefill_policies(policy: SelectionPolicy, flash: bool) -> list[SelectionPoli
     """The policies by which our kernels attend prompts but for their ends, and dense segments.
 
     Args:
-        policy: of the prompts.
         flash: whether FlashAttention attends those that it can.
     """
     found = [replace(policy, dense_last=0)]

@@ -1,0 +1,78 @@
+"""What is measured in engines of two backends, each in processes of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.eval.workers import SILENCE_LIMIT, run_worker
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
+
+Row = dict[str, Any]
+"""A row of a result file by column; the columns that describe the machine come last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A model and the engines that serve it: of another backend, and of ours."""
+
+    model: str  # model folder, or a name of `SHAPES`
+    settings: Mapping[str, Any]  # our `sparsek` settings; empty for the defaults
+    baseline: str | None  # vLLM backend to compare with, None for vLLM's own choice
+    engine: Mapping[str, Any]  # further arguments of the engines
+    seed: int = 0  # of the prompts
+
+    def __post_init__(self) -> None:
+        if self.model not in SHAPES and not Path(self.model).is_dir():
+            names = ", ".join(SHAPES)
+            raise ValueError(f"model: expected a folder or one of {names}, got {self.model!r}")
+
+    @property
+    def backends(self) -> tuple[str, str]:
+        """Names of the baseline and of ours."""
+        return self.baseline or "vLLM's own", BACKEND_NAME
+
+    def settings_of(self, backend: str) -> str:
+        """A backend's settings as a row has them."""
+        if backend != BACKEND_NAME:
+            return ""
+        return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "defaults"
+
+    def run(
+        self,
+        worker: str,
+        job: Mapping[str, Any],
+        *,
+        backend: str,
+        label: str,
+        on_progress: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """What a worker finds with one backend's engine.
+
+        Args:
+            job: what it gets beside the engine.
+            label: names it in errors and progress.
+
+        Raises:
+            WorkerError: the engine failed.
+        """
+        ours, is_shape = backend == BACKEND_NAME, self.model in SHAPES
+        on_progress(f"{label}: starting the engine")
+        with tempfile.TemporaryDirectory(prefix="sparsek-shape-") as folder:
+            engine = {
+                "model": str(write_shape(self.model, Path(folder)) if is_shape else self.model),
+                "settings": dict(self.settings) if ours else None,
+                "baseline": None if ours else self.baseline,
+                "engine": {**self.engine, **({"load_format": "dummy"} if is_shape else {})},
+            }
+            return run_worker(
+                worker,
+                {**job, **engine},
+                label=label,
+                on_progress=lambda line: on_progress(f"{label}: {line}"),
+                timeout=SILENCE_LIMIT,
+            )
