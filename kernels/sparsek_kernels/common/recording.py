@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -59,23 +61,48 @@ def has_launch_hook() -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-_Place = tuple[int, int, int]
-"""An argument that a replay exchanges: its index, that of a tensor, and bytes behind its start."""
 _STREAM = 3
 """Index of the stream in what a launcher takes, after the grid."""
+_MOST_FORMS, _MOST_MAPS = 1024, 4096
+"""Descriptors that differ in more than their address, and addresses of one of them."""
 
 
-@dataclass(frozen=True)
-class _Launch:
+_Place = tuple[int, int, int]
+"""An argument that a replay exchanges: its index, that of a tensor, and bytes behind its start."""
+
+
+class _Maps(dict[int, Any]):
+    """What one descriptor is to a launch, by the address of its matrix; all else is the same.
+
+    Args:
+        make: what it is at an address.
+    """
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= _MOST_MAPS:
+            self.clear()
+        found = self[address] = self._make(address)
+        return found
+
+
+_forms: dict[Hashable, _Maps] = {}
+"""By launcher, argument and what a descriptor has beside its address: layers and steps share it."""
+
+
+class _Launch(NamedTuple):
     """A function that launches a kernel, its arguments, and which of them a replay exchanges."""
 
     run: Any
     args: list[Any]
-    pointers: tuple[_Place, ...]
-    descriptors: tuple[_Place, ...]
+    pointers: Sequence[_Place]
+    described: Sequence[tuple[int, int, int, _Maps]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Address:
     """The base of a descriptor, of which launches ask nothing but the address."""
 
@@ -90,8 +117,13 @@ class Recording:
     """Launches so far, and whether they can be replayed."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self._addresses = [None if x is None else x.data_ptr() for x in tensors]
-        self._storages = [None if x is None else _storage(x) for x in tensors]
+        self._addresses: dict[int, list[int]] = defaultdict(list)
+        self._storages: dict[int, list[int]] = defaultdict(list)
+        self._starts = [0 if x is None else x.data_ptr() for x in tensors]
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                self._addresses[self._starts[index]].append(index)
+                self._storages[_storage(tensor)].append(index)
         self._launches: list[_Launch] = []
         self._kept: list[torch.Tensor] = []
         self._usable = True
@@ -115,32 +147,29 @@ class Recording:
         own = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
         launcher, bound = _shortest(compiled.run, [*(*grid, 1, 1)[:_STREAM], None, *head], own)
         pointers: list[_Place] = []
-        descriptors: list[_Place] = []
+        described: list[_Place] = []
         for index, value in enumerate(bound):
-            described = hasattr(value, "block_shape")
-            tensor = value.base if described else value
+            is_descriptor = hasattr(value, "block_shape")
+            tensor = value.base if is_descriptor else value
             if not isinstance(tensor, torch.Tensor):
                 continue
-            place = self._find(index, tensor)
+            address = tensor.data_ptr()
+            place = self._find(index, tensor, address)
             if place is None:
                 self._kept.append(tensor)
-                bound[index] = value if described else tensor.data_ptr()
             else:
-                (descriptors if described else pointers).append(place)
-        self._launches.append(_Launch(launcher, bound, tuple(pointers), tuple(descriptors)))
+                (described if is_descriptor else pointers).append(place)
+            bound[index] = _moved(value, address) if is_descriptor else address
+        self._launches.append(_prepared(compiled.run, launcher, bound, pointers, described))
 
-    def _find(self, argument: int, tensor: torch.Tensor) -> _Place | None:
+    def _find(self, argument: int, tensor: torch.Tensor, address: int) -> _Place | None:
         """The exchanged tensor that an argument is, or lies in; ``None`` for any other."""
-        address = tensor.data_ptr()
-        same = [i for i, start in enumerate(self._addresses) if start == address]
-        if not same:
-            storage = _storage(tensor)
-            same = [i for i, other in enumerate(self._storages) if other == storage]
+        same = self._addresses.get(address) or self._storages.get(_storage(tensor))
         if not same:
             return None
         if len(same) > 1:  # which of them the argument follows cannot be told
             self._usable, self.ambiguous = False, True
-        return argument, same[0], address - (self._addresses[same[0]] or 0)
+        return argument, same[0], address - self._starts[same[0]]
 
     def finish(self) -> Replay | None:
         """The launches; ``None`` where they cannot be replayed, or there were none."""
@@ -167,15 +196,56 @@ class Replay:
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
         """Launch everything on tensors at these addresses; that of ``None`` is 0."""
-        for launch in self.launches:
-            args = launch.args.copy()
+        for run, prepared, pointers, described in self.launches:
+            args = prepared.copy()
             args[_STREAM] = stream
-            for index, tensor, offset in launch.pointers:
+            for index, tensor, offset in pointers:
                 args[index] = addresses[tensor] + offset
-            for index, tensor, offset in launch.descriptors:
-                moved = args[index] = copy.copy(args[index])
-                moved.base = _Address(addresses[tensor] + offset)
-            launch.run(*args)
+            for index, tensor, offset, maps in described:
+                args[index] = maps[addresses[tensor] + offset]
+            run(*args)
+
+
+def _prepared(
+    key: Hashable, launcher: Any, args: list[Any], pointers: list[_Place], described: list[_Place]
+) -> _Launch:
+    """The launch of ``launcher(*args)``, whose descriptors are encoded once for each address.
+
+    Args:
+        key: the kernel's own.
+        launcher, args: what launches, and on what; no tensors.
+        pointers, described: the arguments that a replay exchanges.
+    """
+    run, expand, places = _unwrapped(launcher, args)
+
+    def maps_of(index: int) -> _Maps:
+        own, place = args[index], places[index]
+        rest = (tuple(own.shape), tuple(own.strides), tuple(own.block_shape), own.padding)
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        form = (key, index, *rest)
+        if form not in _forms:
+            _forms[form] = _Maps(lambda address: expand(*_moved_all(args, address))[place])
+        return _forms[form]
+
+    return _Launch(
+        run,
+        list(expand(*args)),
+        [(places[index], *rest) for index, *rest in pointers],
+        [(places[index], *rest, maps_of(index)) for index, *rest in described],
+    )
+
+
+def _moved_all(args: Sequence[Any], address: int) -> list[Any]:
+    """Arguments of a launch, with all descriptors at one address."""
+    return [_moved(x, address) if hasattr(x, "block_shape") else x for x in args]
+
+
+def _moved(descriptor: Any, address: int) -> Any:
+    """A descriptor of the same matrix at another address."""
+    moved = copy.copy(descriptor)
+    moved.base = _Address(address)
+    return moved
 
 
 def _shortest(launcher: Any, head: list[Any], own: list[Any]) -> tuple[Any, list[Any]]:
@@ -201,6 +271,44 @@ def _shortest(launcher: Any, head: list[Any], own: list[Any]) -> tuple[Any, list
     if len(same) != len(wanted) or any(x is not y for x, y in zip(same, wanted, strict=True)):
         return launcher, whole
     return launcher.launch, list(call)
+
+
+def _unwrapped(
+    run: Any, args: list[Any]
+) -> tuple[Any, Callable[..., Sequence[Any]], Sequence[int]]:
+    """The function in C that ``run(*args)`` calls, what tells its arguments, and where each is.
+
+    For kernels that take descriptors, Triton has Python around it that goes through all arguments
+    and encodes the descriptors.  A copy of it shows the call.  Where it does anything else, ``run``
+    stays.
+    """
+
+    def shown(*final: Any) -> Sequence[Any]:
+        return final
+
+    same = run, shown, range(len(args))
+    names = getattr(getattr(run, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(run, "__closure__", None) or (), strict=True))
+    inner = cells.get("launcher")
+    if inner is None:
+        return same
+    cells["launcher"] = CellType(shown)
+    expand = FunctionType(run.__code__, run.__globals__, closure=tuple(cells.values()))
+    places: list[int] = []
+    wanted: list[Any] = []
+    try:
+        final = expand(*args)
+        for value in args:
+            places.append(len(wanted))
+            own = [value]
+            if hasattr(value, "block_shape"):
+                own = [final[len(wanted)], *value.shape, *value.strides]
+            wanted += own
+    except (TypeError, ValueError, AttributeError, IndexError):
+        return same
+    if len(final) != len(wanted) or any(x is not y for x, y in zip(final, wanted, strict=True)):
+        return same
+    return inner.cell_contents, expand, places
 
 
 def _storage(tensor: torch.Tensor) -> int:
