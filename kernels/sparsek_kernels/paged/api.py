@@ -38,9 +38,10 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
+    from types import ModuleType
 
-    from sparsek_kernels.paged.replay import ReplayableCall
+    from sparsek_kernels.paged.replay import Located, ReplayableCall
 
 
 def write_kv(
@@ -72,7 +73,7 @@ def write_kv(
         NotImplementedError: an fp8 cache on a CPU.
     """
     tensors = (key, value, k_cache, v_cache, k_summary, slot_mapping)
-    call = _replayable(tensors, ("write", k_scale, v_scale))
+    call = _replayable(_located(tensors), ("write", k_scale, v_scale))
     if call is not None and call.replay():
         return
     heads, _, dim = check_cache(k_cache, v_cache)
@@ -135,7 +136,8 @@ def write_index(
         NotImplementedError: on a GPU, a last dimension that is not contiguous.
     """
     tensors = (k_cache, v_cache, k_summary, *index.tensors)
-    call = _replayable(tensors, (policy, index.key), batch.derived("replays of writes", dict))
+    replays: dict[Hashable, Any] = batch.derived("replays of writes", dict)
+    call = _replayable(_located(tensors), (policy, index.key), replays)
     if call is not None and call.replay():
         return
     _, page_size, dim = check_cache(k_cache, v_cache)
@@ -404,28 +406,38 @@ def _replayable_segment(
     """A segment's launches as ones that may be repeated; ``None`` where they are not launches."""
     if not segment.repeats or operands.lse is not None:
         return None
-    tensors = operands.tensors
     options: tuple[Hashable, ...] = (operands.softmax_scale, operands.k_scale, operands.v_scale)
     if index is not None:
         if not index.replayable:
             return None
-        tensors, options = tensors + index.tensors, (*options, index.key)
-    return _replayable(tensors, options, segment.replays)
+        options = (*options, index.key)
+        if index.tensors:
+            return _replayable(_located(operands.tensors + index.tensors), options, segment.replays)
+    if operands.located is None:  # the segments of a layer have the same tensors
+        operands.located = _located(operands.tensors)
+    return _replayable(operands.located, options, segment.replays)
+
+
+def _located(tensors: tuple[torch.Tensor | None, ...]) -> Located | None:
+    """Where these tensors are, before any check; ``None`` on a CPU."""
+    if not isinstance(tensors[0], torch.Tensor) or not tensors[0].is_cuda:
+        return None
+    found: Located | None = _find_replay().locate(tensors)
+    return found
 
 
 def _replayable(
-    tensors: tuple[torch.Tensor | None, ...],
-    options: Hashable,
-    replays: dict[Hashable, Any] | None = None,
+    located: Located | None, options: Hashable, replays: dict[Hashable, Any] | None = None
 ) -> ReplayableCall | None:
-    """The call as one whose launches may be replayed, before any check; ``None`` on a CPU."""
-    if not isinstance(tensors[0], torch.Tensor) or not tensors[0].is_cuda:
+    """The call as one whose launches may be replayed; ``None`` on a CPU."""
+    if located is None:
         return None
-    return _find_replayable()(tensors, options, replays)
+    found: ReplayableCall | None = _find_replay().replayable(located, options, replays)
+    return found
 
 
 @cache
-def _find_replayable() -> Callable[..., ReplayableCall | None]:
-    from sparsek_kernels.paged.replay import replayable
+def _find_replay() -> ModuleType:
+    from sparsek_kernels.paged import replay
 
-    return replayable
+    return replay

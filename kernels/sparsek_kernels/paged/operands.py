@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from sparsek_kernels.paged.replay import Located
 
 _ALL = slice(None)
 
@@ -51,6 +54,8 @@ class PagedOperands:
     v_scale: float = 1.0
     lse: torch.Tensor | None = None
     ranks: Ranks | None = None
+    located: Located | None = field(default=None, init=False, repr=False)
+    """Where the tensors are (``replay.py``), once a segment has asked."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

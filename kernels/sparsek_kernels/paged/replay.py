@@ -28,22 +28,35 @@ _refused: list[Exception] = []
 
 
 @dataclass(slots=True, eq=False)
-class ReplayableCall:
-    """A call, and what is remembered of calls with the same key.
+class Located:
+    """Tensors of one GPU that were looked at once, for all calls on them.
 
     Args:
         tensors: what differs between calls with one key.
         addresses: where these begin; 0 stands for ``None``.
-        key: all else that the call's launches depend on.
-        replays: by key; ``None`` stands for launches that cannot be replayed.
-        device: where the call is launched.
+        key: the device, and how they lie on it.
+        device: where they are.
     """
 
     tensors: Tensors
     addresses: Sequence[int]
     key: Hashable
-    replays: Replays
     device: int
+
+
+@dataclass(slots=True, eq=False)
+class ReplayableCall:
+    """A call, and what is remembered of calls with the same key.
+
+    Args:
+        located: the tensors that differ between calls with one key.
+        key: all else that the call's launches depend on.
+        replays: by key; ``None`` stands for launches that cannot be replayed.
+    """
+
+    located: Located
+    key: Hashable
+    replays: Replays
 
     def replay(self) -> bool:
         """Launch again what was launched with this key; ``False`` if nothing is remembered.
@@ -54,9 +67,9 @@ class ReplayableCall:
         found = self.replays.get(self.key)
         if found is None:
             return False
-        stream = take_turns(self.device)
+        stream = take_turns(self.located.device)
         try:
-            found.launch(self.addresses, stream)
+            found.launch(self.located.addresses, stream)
         except (TypeError, ValueError, AttributeError, SystemError) as error:
             _refused.append(error)
             self.replays[self.key] = None
@@ -74,7 +87,7 @@ class ReplayableCall:
         if self.key in self.replays:
             yield
             return
-        with recording(self.tensors) as record:
+        with recording(self.located.tensors) as record:
             yield
         if len(self.replays) >= _MOST_REPLAYS:
             self.replays.clear()
@@ -88,29 +101,13 @@ class ReplayableCall:
             )
 
 
-def replayable(
-    tensors: Tensors, options: Hashable, replays: Replays | None = None
-) -> ReplayableCall | None:
-    """The call on these tensors; ``None`` for one that must go through the JIT.
+def locate(tensors: Tensors) -> Located | None:
+    """Where these tensors are; ``None`` where their calls must go through the JIT.
 
-    That is a call under a dispatch mode (fake tensors) or a launch hook, with addresses that are
-    not aligned, while a CUDA graph is captured, whose replays cost no host time, or after a replay
-    was refused.
-
-    Args:
-        tensors: what the launches read and write; the first is on a GPU.
-        options: all else that they depend on.
-        replays: keeps the launches; ``None`` where they have no tensors but these.
+    That is with addresses that are not aligned, or with what is no tensor of the current GPU.
     """
     device = current_device()
-    if (
-        _refused
-        or dispatch_modes()
-        or torch.cuda.is_current_stream_capturing()
-        or has_launch_hook()
-    ):
-        return None
-    key: list[Hashable] = [device, options]
+    key: list[Hashable] = [device]
     addresses = []
     together = 0
     for tensor in tensors:  # every layer comes here: each of these calls takes a tenth of a us
@@ -124,7 +121,30 @@ def replayable(
         addresses.append(address)
         together |= address
         key += (tensor.shape, tensor.stride(), tensor.dtype)
-    if together % ALIGNMENT:
+    return None if together % ALIGNMENT else Located(tensors, addresses, tuple(key), device)
+
+
+def replayable(
+    located: Located, options: Hashable, replays: Replays | None = None
+) -> ReplayableCall | None:
+    """The call on these tensors; ``None`` for one that must go through the JIT.
+
+    That is a call under a dispatch mode (fake tensors) or a launch hook, for another GPU than the
+    current one, while a CUDA graph is captured, whose replays cost no host time, or after a replay
+    was refused.
+
+    Args:
+        located: what the launches read and write.
+        options: all else that they depend on.
+        replays: keeps the launches; ``None`` where they have no tensors but these.
+    """
+    if (
+        _refused
+        or dispatch_modes()
+        or located.device != current_device()
+        or torch.cuda.is_current_stream_capturing()
+        or has_launch_hook()
+    ):
         return None
     mine = _without_batch if replays is None else replays
-    return ReplayableCall(tensors, addresses, tuple(key), mine, device)
+    return ReplayableCall(located, (located.key, options), mine)
