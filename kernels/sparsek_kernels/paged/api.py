@@ -26,7 +26,7 @@ from sparsek_kernels.paged.checks import (
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.page_records import PageRecords, write_records
 from sparsek_kernels.paged.index.two_step import TwoStep
-from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.operands import Located, PagedOperands
 from sparsek_kernels.paged.plan import (
     Segment,
     each_segment,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
     from types import ModuleType
 
-    from sparsek_kernels.paged.replay import Located, ReplayableCall
+    from sparsek_kernels.paged.replay import ReplayableCall
 
 
 def write_kv(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from sparsek_kernels.paged.replay import Located
 
 _ALL = slice(None)
 
@@ -21,6 +19,23 @@ class Ranks(Protocol):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, ``[ranks, ...]``, in the same order on each."""
+
+
+@dataclass(slots=True, eq=False)
+class Located:
+    """Tensors of one GPU that were looked at once, for all launches on them (``replay.py``).
+
+    Args:
+        tensors: what differs between calls with one key.
+        addresses: where these begin; 0 stands for ``None``.
+        key: the device, and how they lie on it.
+        device: where they are.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    addresses: Sequence[int]
+    key: Hashable
+    device: int
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +70,7 @@ class PagedOperands:
     lse: torch.Tensor | None = None
     ranks: Ranks | None = None
     located: Located | None = field(default=None, init=False, repr=False)
-    """Where the tensors are (``replay.py``), once a segment has asked."""
+    """Where the tensors are, once a segment has asked; other operands are located anew."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

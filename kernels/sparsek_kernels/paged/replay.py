@@ -7,7 +7,7 @@ that agree in these launch the same kernels with the same arguments, but for add
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import torch
 from sparsek_kernels.common.device import current_device, dispatch_modes
 from sparsek_kernels.common.recording import Replay, Tensors, has_launch_hook, recording
 from sparsek_kernels.paged.batch import ALIGNMENT
+from sparsek_kernels.paged.operands import Located
 from sparsek_kernels.paged.scratch import take_turns
 
 _MOST_REPLAYS = 256
@@ -25,23 +26,6 @@ Replays = dict[Hashable, Replay | None]
 _without_batch: Replays = {}
 _refused: list[Exception] = []
 """Why Triton's launchers refused a replay, which is then the last one of the process."""
-
-
-@dataclass(slots=True, eq=False)
-class Located:
-    """Tensors of one GPU that were looked at once, for all calls on them.
-
-    Args:
-        tensors: what differs between calls with one key.
-        addresses: where these begin; 0 stands for ``None``.
-        key: the device, and how they lie on it.
-        device: where they are.
-    """
-
-    tensors: Tensors
-    addresses: Sequence[int]
-    key: Hashable
-    device: int
 
 
 @dataclass(slots=True, eq=False)

@@ -26,10 +26,10 @@ from sparsek_kernels.paged import replay as replay_module
 from sparsek_kernels.paged.api import _replayable_segment
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.operands import Located, PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from sparsek_kernels.paged.replay import Located, ReplayableCall, Replays, locate, replayable
+from sparsek_kernels.paged.replay import ReplayableCall, Replays, locate, replayable
 from sparsek_kernels.paged.scratch import _workspaces
 from tests.kernels.launched import write_launched
 from tests.kernels.paged.gate_cases import make_gates
