@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -110,10 +110,15 @@ class PagedOperands:
 
         Rows that are not neighbours, ``[n]`` int64, are gathered, and have an output of their own.
         """
+        lse = self.lse
         if isinstance(rows, torch.Tensor):
             out = self.out.new_empty(len(rows), *self.out.shape[1:])
-            return replace(self, q=self.q.index_select(0, rows), out=out)
-        if rows == _ALL:
+            q = self.q.index_select(0, rows)
+        elif rows == _ALL:
             return self
-        lse = None if self.lse is None else self.lse[rows]
-        return replace(self, q=self.q[rows], out=self.out[rows], lse=lse)
+        else:
+            q, out, lse = self.q[rows], self.out[rows], None if lse is None else lse[rows]
+        return PagedOperands(  # replace() takes ten times as long
+            q, self.k_cache, self.v_cache, out, self.softmax_scale, self.k_summary, self.sinks,
+            self.k_scale, self.v_scale, lse, self.ranks,
+        )  # fmt: skip
