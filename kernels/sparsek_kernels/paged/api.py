@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -413,9 +414,10 @@ def _replayable_segment(
         options = (*options, index.key)
         if index.tensors:
             return _replayable(_located(operands.tensors + index.tensors), options, segment.replays)
-    if operands.located is None:  # the segments of a layer have the same tensors
-        operands.located = _located(operands.tensors)
-    return _replayable(operands.located, options, segment.replays)
+    known, tensors = operands.located, operands.tensors
+    if known is None or not all(map(is_, known.tensors, tensors)):
+        operands.located = known = _located(tensors)
+    return _replayable(known, options, segment.replays)
 
 
 def _located(tensors: tuple[torch.Tensor | None, ...]) -> Located | None:

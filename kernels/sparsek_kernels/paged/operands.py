@@ -70,7 +70,7 @@ class PagedOperands:
     lse: torch.Tensor | None = None
     ranks: Ranks | None = None
     located: Located | None = field(default=None, init=False, repr=False)
-    """Where the tensors are, once a segment has asked; other operands are located anew."""
+    """Where the tensors are, once a segment has asked: the others of a layer have the same."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

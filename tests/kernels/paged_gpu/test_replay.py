@@ -250,10 +250,14 @@ def test_segments_of_a_layer_look_at_its_tensors_once(on_cpu: None) -> None:
         rows = _replayable_segment(operands.of_rows(slice(2, None)), segment, None)
         other = replace(operands, out=torch.empty_like(problem.q))
         moved = _replayable_segment(other, segment, None)
+        operands.out = other.out
+        changed = _replayable_segment(operands, segment, None)
     assert first is not None
     assert again is not None
     assert rows is not None
     assert moved is not None
+    assert changed is not None
+    assert changed.located.addresses == moved.located.addresses
     assert again.located is first.located
     assert rows.located.addresses[0] == operands.q[2:].data_ptr() != first.located.addresses[0]
     assert moved.located.addresses[3] == other.out.data_ptr() != first.located.addresses[3]
