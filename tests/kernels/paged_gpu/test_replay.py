@@ -440,14 +440,13 @@ def launcher_of_matrices(count: int, seen: list[Any]) -> Any:
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     types = ["tensordesc<fp32[8, 8]>"] * count + ["*fp32", "i32"]
     signature = dict(enumerate(types))
-    meta = {"swizzle": 1, "elem_size": 4, "elem_type": 7, "block_size": [8, 8], "fp4_padded": False}
+    meta = {"elem_size": 4, "elem_type": 7, "block_size": [8, 8], "fp4_padded": False}
+    metas = [{"swizzle": index, **meta} for index in range(count)]
     if not hasattr(driver, "make_tensordesc_arg"):
         pytest.skip("a Triton that passes descriptors on otherwise")
     launcher = object.__new__(driver.CudaLauncher)
     vars(launcher).update(
-        launch=driver.wrap_handle_tensordesc(
-            lambda *args: seen.append(args), signature, [meta] * count
-        ),
+        launch=driver.wrap_handle_tensordesc(lambda *args: seen.append(args), signature, metas),
         launch_cooperative_grid=False,
         launch_pdl=True,
         num_ctas=1,
@@ -464,7 +463,7 @@ def test_matrices_are_encoded_once_for_each_address(notes: list[Note], encoded: 
     seen: list[Any] = []
     kernel = SpiedKernel("kernel", ["moved", "fixed", "x", "SIZE"], notes)
     kernel.run = launcher = launcher_of_matrices(2, seen)  # type: ignore[method-assign]
-    fixed, layers = torch.zeros(8, 8), [torch.zeros(32, 16) for _ in range(3)]
+    fixed, layers = torch.zeros(16, 16), [torch.zeros(32, 16) for _ in range(3)]
 
     def launch(x: torch.Tensor) -> tuple[Any, ...]:
         return described_matrix(x[16:]), described_matrix(fixed), x
