@@ -55,6 +55,7 @@ def write_kv(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    pages: Located | None = None,
 ) -> None:
     """Store new keys and values in their pages, and the records of segments that they complete.
 
@@ -68,13 +69,14 @@ def write_kv(
             ``summary_bytes(page_size, D)``, with pages of a multiple of 64 tokens; or ``None``.
         slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
         k_scale, v_scale: of an fp8 (e4m3) cache, which holds ``key / k_scale``.
+        pages: where the pages are, if that is known (``paged.api.locate_pages``).
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache on a CPU.
     """
-    tensors = (key, value, k_cache, v_cache, k_summary, slot_mapping)
-    call = _replayable(_located(tensors), ("write", k_scale, v_scale))
+    tensors = (k_cache, v_cache, k_summary, key, value, slot_mapping)
+    call = _replayable(_located(tensors, pages), ("write", k_scale, v_scale))
     if call is not None and call.replay():
         return
     heads, _, dim = check_cache(k_cache, v_cache)
@@ -413,18 +415,32 @@ def _replayable_segment(
             return None
         options = (*options, index.key)
         if index.tensors:
-            return _replayable(_located(operands.tensors + index.tensors), options, segment.replays)
+            located = _located(operands.tensors + index.tensors, operands.pages)
+            return _replayable(located, options, segment.replays)
     known, tensors = operands.located, operands.tensors
     if known is None or not all(map(is_, known.tensors, tensors)):
-        operands.located = known = _located(tensors)
+        operands.located = known = _located(tensors, operands.pages)
     return _replayable(known, options, segment.replays)
 
 
-def _located(tensors: tuple[torch.Tensor | None, ...]) -> Located | None:
+def locate_pages(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor | None
+) -> Located | None:
+    """Where a layer's pages are, for calls that then need not look at them; ``None`` on a CPU.
+
+    Args:
+        k_cache, v_cache, k_summary: as later calls take them, which nothing changes meanwhile.
+    """
+    return _located((k_cache, v_cache, k_summary))
+
+
+def _located(
+    tensors: tuple[torch.Tensor | None, ...], known: Located | None = None
+) -> Located | None:
     """Where these tensors are, before any check; ``None`` on a CPU."""
     if not isinstance(tensors[0], torch.Tensor) or not tensors[0].is_cuda:
         return None
-    found: Located | None = _find_replay().locate(tensors)
+    found: Located | None = _find_replay().locate(tensors, known)
     return found
 
 

@@ -34,7 +34,7 @@ class Located:
 
     tensors: tuple[torch.Tensor | None, ...]
     addresses: Sequence[int]
-    key: Hashable
+    key: tuple[Hashable, ...]
     device: int
 
 
@@ -56,6 +56,8 @@ class PagedOperands:
         lse: ``[T, Hq]`` float32, contiguous, written, where several ranks hold the pages between
             them: the natural log-sum-exp of each row's logits; else ``None``.
         ranks: these ranks, else ``None``.
+        pages: where ``k_cache``, ``v_cache`` and ``k_summary`` are, if that is known
+            (:func:`locate_pages`), which spares looking at them.
     """
 
     q: torch.Tensor
@@ -69,13 +71,14 @@ class PagedOperands:
     v_scale: float = 1.0
     lse: torch.Tensor | None = None
     ranks: Ranks | None = None
+    pages: Located | None = None
     located: Located | None = field(default=None, init=False, repr=False)
     """Where the tensors are, once a segment has asked: the others of a layer have the same."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """The tensors that differ from layer to layer."""
-        return (self.q, self.k_cache, self.v_cache, self.out, self.k_summary, self.sinks)
+        return (self.k_cache, self.v_cache, self.k_summary, self.q, self.out, self.sinks)
 
     @property
     def heads(self) -> int:
@@ -120,5 +123,5 @@ class PagedOperands:
             q, out, lse = self.q[rows], self.out[rows], None if lse is None else lse[rows]
         return PagedOperands(  # replace() takes ten times as long
             q, self.k_cache, self.v_cache, out, self.softmax_scale, self.k_summary, self.sinks,
-            self.k_scale, self.v_scale, lse, self.ranks,
+            self.k_scale, self.v_scale, lse, self.ranks, self.pages,
         )  # fmt: skip

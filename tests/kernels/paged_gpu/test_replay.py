@@ -259,8 +259,35 @@ def test_segments_of_a_layer_look_at_its_tensors_once(on_cpu: None) -> None:
     assert changed is not None
     assert changed.located.addresses == moved.located.addresses
     assert again.located is first.located
-    assert rows.located.addresses[0] == operands.q[2:].data_ptr() != first.located.addresses[0]
-    assert moved.located.addresses[3] == other.out.data_ptr() != first.located.addresses[3]
+    assert rows.located.addresses[3] == operands.q[2:].data_ptr() != first.located.addresses[3]
+    assert moved.located.addresses[4] == other.out.data_ptr() != first.located.addresses[4]
+
+
+def test_pages_that_are_known_are_not_looked_at(on_cpu: None) -> None:
+    pages, others = [tuple(torch.zeros(8, 16) for _ in range(3)) for _ in range(2)]
+    q = torch.zeros(4, 8)
+    known = locate(pages)
+    assert known is not None
+    whole = locate((*pages, q, None))
+    asked: list[torch.Tensor] = []
+
+    def spied(tensor: torch.Tensor, stride: Callable[..., Any] = torch.Tensor.stride) -> Any:
+        asked.append(tensor)
+        return stride(tensor)
+
+    with mock.patch.object(torch.Tensor, "stride", spied):
+        found = locate((*pages, q, None), known)
+        assert len(asked) == 1
+        assert asked[0] is q
+        moved = locate((*pages[:2], others[2], q, None), known)  # one of them is another
+        assert len(asked) == 5
+        with mock.patch.object(replay_module, "current_device", return_value=0):
+            assert locate((*pages, q, None), known) is None
+    assert found is not None
+    assert whole is not None
+    assert moved is not None
+    assert (found.key, found.addresses) == (whole.key, whole.addresses)
+    assert moved.addresses[2] == others[2].data_ptr()
 
 
 def test_layers_with_other_indexers_have_other_replays(on_cpu: None) -> None:
