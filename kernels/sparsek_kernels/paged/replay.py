@@ -89,12 +89,17 @@ class ReplayableCall:
 def locate(tensors: Tensors, known: Located | None = None) -> Located | None:
     """Where these tensors are; ``None`` where their calls must go through the JIT.
 
-    That is with addresses that are not aligned, or with what is no tensor of the current GPU.
+    That is under a dispatch mode (fake tensors have no address), with addresses that are not aligned,
+    or with what is no tensor of the current GPU.
 
     Args:
         tensors: what launches read and write.
         known: where the first of them are; of no use where these are others.
     """
+    if dispatch_modes():
+        return None
+    if dispatch_modes():
+        return None
     device = current_device()
     key: list[Hashable] = [device]
     addresses: list[int] = []
@@ -120,9 +125,8 @@ def replayable(
 ) -> ReplayableCall | None:
     """The call on these tensors; ``None`` for one that must go through the JIT.
 
-    That is a call under a dispatch mode (fake tensors) or a launch hook, for another GPU than the
-    current one, while a CUDA graph is captured, whose replays cost no host time, or after a replay
-    was refused.
+    That is a call under a dispatch mode or a launch hook, for another GPU than the current one,
+    while a CUDA graph is captured, whose replays cost no host time, or after a replay was refused.
 
     Args:
         located: what the launches read and write.

@@ -17,6 +17,7 @@ import torch
 from aot import KERNELS, hopper_kernels
 from hardware import simulated
 from problems import Problem, attend_phases, make_problem
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek_kernels.common import recording as recording_module
 from sparsek_kernels.common.descriptors import describe_matrix
@@ -261,6 +262,14 @@ def test_segments_of_a_layer_look_at_its_tensors_once(on_cpu: None) -> None:
     assert again.located is first.located
     assert rows.located.addresses[3] == operands.q[2:].data_ptr() != first.located.addresses[3]
     assert moved.located.addresses[4] == other.out.data_ptr() != first.located.addresses[4]
+
+
+def test_fake_tensors_are_not_asked_for_addresses(on_cpu: None) -> None:
+    call = replayable(call_of((torch.zeros(4, 8),), "rule", {}).located, "rule")
+    assert call is not None
+    with FakeTensorMode() as mode:
+        assert locate((mode.from_tensor(torch.zeros(4, 8)),)) is None
+        assert replayable(call.located, "rule") is None
 
 
 def test_pages_that_are_known_are_not_looked_at(on_cpu: None) -> None:
