@@ -89,15 +89,13 @@ class ReplayableCall:
 def locate(tensors: Tensors, known: Located | None = None) -> Located | None:
     """Where these tensors are; ``None`` where their calls must go through the JIT.
 
-    That is under a dispatch mode (fake tensors have no address), with addresses that are not aligned,
-    or with what is no tensor of the current GPU.
+    That is under a dispatch mode (fake tensors have no address), with addresses that are not
+    aligned, or with what is no tensor of the current GPU.
 
     Args:
         tensors: what launches read and write.
         known: where the first of them are; of no use where these are others.
     """
-    if dispatch_modes():
-        return None
     if dispatch_modes():
         return None
     device = current_device()
