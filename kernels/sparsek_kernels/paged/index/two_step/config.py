@@ -18,7 +18,7 @@ from sparsek_kernels.paged.config import (
 from sparsek_kernels.paged.policy import ceil_div
 
 _START_PIECES = 6
-"""Pieces of 64 keys in whose time a program of masses finds its list and has its first keys."""
+"""Pieces of 64 keys in whose time a program finds its list and has its first keys: an estimate."""
 
 
 def score_bytes(rows: int, columns: int, stages: int, row_bytes: int) -> int:
