@@ -71,6 +71,7 @@ class Layer:
             decode_query_len=1,
             max_query_len=max(counts),
             max_seq_len=max(lengths),
+            seq_lens_host=tuple(lengths),
             query_lens_host=tuple(counts),
         )
         return batch, tuple(lengths)

@@ -88,3 +88,24 @@ def test_flash_is_called_over_our_pages(policy: SelectionPolicy, window: list[in
     assert call["cu_seqlens_q"].tolist() == [0, 100, 140]
     assert call["q"].shape == call["out"].shape == (140, 4, 64)
     assert call["out"].data_ptr() == out[1].data_ptr()
+
+
+def test_flash_makes_views_of_the_pages_that_it_is_given() -> None:
+    calls: list[dict[str, torch.Tensor]] = []
+    flash = FlashPrefill(lambda **kwargs: calls.append(kwargs), 3)
+    (segment,) = plan_step(make_batch([70], [70], 0), StepPolicy.of(SelectionPolicy()), [70])
+    q, out = torch.zeros(70, 4, 64), torch.zeros(70, 4, 64)
+    first, other = (torch.zeros(8, 2, 64, 128) for _ in range(2))
+    for pages in (first, other):
+        keys, values = pages[..., :64], pages[..., 64:]
+        for _ in range(2):
+            flash(PagedOperands(q, keys, values, out, 0.125), segment)
+        found, again = calls[-2:]
+        assert (found["k"].data_ptr(), found["v"].data_ptr()) == (
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+        assert found["k"].shape == found["v"].shape == (8, 64, 2, 64)
+        assert again["k"] is found["k"]
+        assert again["v"] is found["v"]
+        assert (found["q"].data_ptr(), found["out"].data_ptr()) == (q.data_ptr(), out.data_ptr())

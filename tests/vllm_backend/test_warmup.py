@@ -101,6 +101,7 @@ def test_every_prefill_finds_its_kernels(
             tiles=tiles, num_kv_heads=heads, group=4, head_dim=128, tile=LONG.query_tile,
             blocks=min(blocks, most_blocks) if policy.selects_blocks else blocks,
             sel_block=policy.sel_block_size, itemsize=2, arch=90, num_sms=sms,
+            fits_hopper=policy.selects_blocks,
         )  # fmt: skip
         return most_splits(config.splits)
 

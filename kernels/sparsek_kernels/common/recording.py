@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -59,23 +62,44 @@ def has_launch_hook() -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-_Place = tuple[int, int, int]
-"""An argument that a replay exchanges: its index, that of a tensor, and bytes behind its start."""
 _STREAM = 3
 """Index of the stream in what a launcher takes, after the grid."""
+_MOST_FORMS, _MOST_MAPS = 256, 4096
+"""Descriptors of a kernel's argument that differ in more than an address, and addresses of one."""
 
 
-@dataclass(frozen=True)
-class _Launch:
+class _Maps(dict[int, Any]):
+    """What a launch takes for a descriptor, by the address of its matrix; all else is the same.
+
+    Args:
+        make: what it takes for an address.
+    """
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= _MOST_MAPS:
+            self.clear()
+        found = self[address] = self._make(address)
+        return found
+
+
+_Place = tuple[int, int, int]
+"""An argument that a replay exchanges: its index, that of a tensor, and bytes behind its start."""
+
+
+class _Launch(NamedTuple):
     """A function that launches a kernel, its arguments, and which of them a replay exchanges."""
 
     run: Any
     args: list[Any]
-    pointers: tuple[_Place, ...]
-    descriptors: tuple[_Place, ...]
+    pointers: Sequence[_Place]
+    described: Sequence[tuple[int, int, int, _Maps]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Address:
     """The base of a descriptor, of which launches ask nothing but the address."""
 
@@ -86,12 +110,70 @@ class _Address:
         return self.address
 
 
+class _Kernel:
+    """How a compiled kernel is launched with the least of Triton's Python.
+
+    All launches of one agree in which arguments are descriptors, and in how they are passed on.
+
+    Args:
+        launcher: Triton's.
+        head: what it takes before the kernel's own arguments.
+        own: arguments of a launch.
+    """
+
+    def __init__(self, launcher: Any, head: list[Any], own: list[Any]) -> None:
+        run, args = _shortest(launcher, head, own)
+        self.head = args[_STREAM + 1 : len(args) - len(own)]
+        self.descriptors = [i for i, x in enumerate(args) if _is_descriptor(x)]
+        self.run, self.expand, self.places = _unwrapped(run, args)
+        self._forms: dict[Hashable, _Maps] = {}
+
+    def expanded(self, args: list[Any], described: Sequence[_Maps]) -> list[Any]:
+        """The function's arguments, with what it takes for descriptors at their addresses."""
+        for index, maps in reversed(list(zip(self.descriptors, described, strict=True))):
+            value = args[index]
+            sizes = [*value.shape, *value.strides] if self.expand else []
+            args[index : index + 1] = [maps[value.base.data_ptr()], *sizes]
+        return args
+
+    def maps(self, args: list[Any]) -> list[_Maps]:
+        """What launches take for each descriptor of some arguments."""
+        found = []
+        for index in self.descriptors:
+            parts = vars(args[index]).items()  # the layout is the kernel's
+            same = [(name, x) for name, x in parts if name not in ("base", "layout")]
+            form = (index, *(tuple(x) if isinstance(x, list) else x for _, x in same))
+            if form not in self._forms:
+                if len(self._forms) >= _MOST_FORMS:
+                    self._forms.clear()
+                given = {i: _moved(args[i], 0) for i in self.descriptors}  # keeps no tensors
+                self._forms[form] = _Maps(partial(self._map, given, index, len(args)))
+            found.append(self._forms[form])
+        return found
+
+    def _map(self, given: dict[int, Any], index: int, count: int, address: int) -> Any:
+        """What a launch takes for one of the given descriptors at an address."""
+        moved = {i: _moved(one, address) for i, one in given.items()}
+        if self.expand is None:
+            return moved[index]
+        return self.expand(*(moved.get(i) for i in range(count)))[self.places[index]]
+
+
+_kernels: dict[Hashable, _Kernel] = {}
+"""By Triton's launcher and the function that it launches."""
+
+
 class Recording:
     """Launches so far, and whether they can be replayed."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self._addresses = [None if x is None else x.data_ptr() for x in tensors]
-        self._storages = [None if x is None else _storage(x) for x in tensors]
+        starts = [(i, x, x.data_ptr()) for i, x in enumerate(tensors) if x is not None]
+        self._storages: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """By address, the exchanged tensors that it may be in, and bytes behind their start."""
+        for index, tensor, start in starts:
+            self._storages[_storage(tensor)].append((index, start))
+            self._places[start].append((index, 0))
         self._launches: list[_Launch] = []
         self._kept: list[torch.Tensor] = []
         self._usable = True
@@ -111,36 +193,46 @@ class Recording:
             self._usable = False
         if not self._usable:
             return
-        head = (compiled.function, compiled.packed_metadata, None, None, None)
         own = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
-        launcher, bound = _shortest(compiled.run, [*(*grid, 1, 1)[:_STREAM], None, *head], own)
+        sizes = [*(*grid, 1, 1)[:_STREAM], None]
+        key = compiled.run, compiled.function
+        found = _kernels.get(key)
+        if found is None:
+            head = (compiled.function, compiled.packed_metadata, None, None, None)
+            found = _kernels[key] = _Kernel(compiled.run, [*sizes, *head], own)
+        bound = [*sizes, *found.head, *own]
         pointers: list[_Place] = []
-        descriptors: list[_Place] = []
-        for index, value in enumerate(bound):
-            described = hasattr(value, "block_shape")
-            tensor = value.base if described else value
+        described: list[tuple[int, int, int, _Maps]] = []
+        for index, tensor in enumerate(bound):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            place = self._find(index, tensor)
-            if place is None:
-                self._kept.append(tensor)
-                bound[index] = value if described else tensor.data_ptr()
-            else:
-                (descriptors if described else pointers).append(place)
-        self._launches.append(_Launch(launcher, bound, tuple(pointers), tuple(descriptors)))
+            bound[index] = address = tensor.data_ptr()
+            place = self._find(tensor, address)
+            if place is not None:
+                pointers.append((found.places[index], *place))
+        maps = found.maps(bound)
+        for index, own_maps in zip(found.descriptors, maps, strict=True):
+            base = bound[index].base
+            place = self._find(base, base.data_ptr())
+            if place is not None:
+                described.append((found.places[index], *place, own_maps))
+        self._launches.append(_Launch(found.run, found.expanded(bound, maps), pointers, described))
 
-    def _find(self, argument: int, tensor: torch.Tensor) -> _Place | None:
-        """The exchanged tensor that an argument is, or lies in; ``None`` for any other."""
-        address = tensor.data_ptr()
-        same = [i for i, start in enumerate(self._addresses) if start == address]
+    def _find(self, tensor: torch.Tensor, address: int) -> tuple[int, int] | None:
+        """The exchanged tensor that an argument is, or lies in, and bytes behind its start.
+
+        ``None`` for any other, which is kept.
+        """
+        if address not in self._places:
+            inside = self._storages.get(_storage(tensor), ())
+            self._places[address] = [(index, address - start) for index, start in inside]
+        same = self._places[address]
         if not same:
-            storage = _storage(tensor)
-            same = [i for i, other in enumerate(self._storages) if other == storage]
-        if not same:
+            self._kept.append(tensor)
             return None
         if len(same) > 1:  # which of them the argument follows cannot be told
             self._usable, self.ambiguous = False, True
-        return argument, same[0], address - (self._addresses[same[0]] or 0)
+        return same[0]
 
     def finish(self) -> Replay | None:
         """The launches; ``None`` where they cannot be replayed, or there were none."""
@@ -167,15 +259,25 @@ class Replay:
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
         """Launch everything on tensors at these addresses; that of ``None`` is 0."""
-        for launch in self.launches:
-            args = launch.args.copy()
+        for run, prepared, pointers, described in self.launches:
+            args = prepared.copy()
             args[_STREAM] = stream
-            for index, tensor, offset in launch.pointers:
+            for index, tensor, offset in pointers:
                 args[index] = addresses[tensor] + offset
-            for index, tensor, offset in launch.descriptors:
-                moved = args[index] = copy.copy(args[index])
-                moved.base = _Address(addresses[tensor] + offset)
-            launch.run(*args)
+            for index, tensor, offset, maps in described:
+                args[index] = maps[addresses[tensor] + offset]
+            run(*args)
+
+
+def _is_descriptor(value: Any) -> bool:
+    return hasattr(value, "block_shape")
+
+
+def _moved(descriptor: Any, address: int) -> Any:
+    """A descriptor of the same matrix at another address."""
+    moved = copy.copy(descriptor)
+    moved.base = _Address(address)
+    return moved
 
 
 def _shortest(launcher: Any, head: list[Any], own: list[Any]) -> tuple[Any, list[Any]]:
@@ -201,6 +303,38 @@ def _shortest(launcher: Any, head: list[Any], own: list[Any]) -> tuple[Any, list
     if len(same) != len(wanted) or any(x is not y for x, y in zip(same, wanted, strict=True)):
         return launcher, whole
     return launcher.launch, list(call)
+
+
+def _unwrapped(
+    run: Any, args: list[Any]
+) -> tuple[Any, Callable[..., Sequence[Any]] | None, Sequence[int]]:
+    """The function in C that ``run(*args)`` calls, what tells its arguments, and where each is.
+
+    For kernels that take descriptors, Triton has Python around it that goes through all arguments
+    and encodes the descriptors.  A copy of it shows the call.  Where it does anything else, ``run``
+    stays.
+    """
+    same = run, None, range(len(args))
+    names = getattr(getattr(run, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(run, "__closure__", None) or (), strict=True))
+    inner = cells.get("launcher")
+    if inner is None:
+        return same
+    cells["launcher"] = CellType(lambda *final: final)
+    expand = FunctionType(run.__code__, run.__globals__, closure=tuple(cells.values()))
+    places: list[int] = []
+    wanted: list[Any] = []
+    try:
+        final = expand(*args)
+        for value in args:
+            places.append(len(wanted))
+            rest = [*value.shape, *value.strides] if _is_descriptor(value) else None
+            wanted += [value] if rest is None else [final[len(wanted)], *rest]
+    except (TypeError, ValueError, AttributeError, IndexError):
+        return same
+    if len(final) != len(wanted) or any(x is not y for x, y in zip(final, wanted, strict=True)):
+        return same
+    return inner.cell_contents, expand, places
 
 
 def _storage(tensor: torch.Tensor) -> int:

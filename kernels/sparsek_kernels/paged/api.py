@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from sparsek_kernels.paged.checks import (
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.page_records import PageRecords, write_records
 from sparsek_kernels.paged.index.two_step import TwoStep
-from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.operands import Located, PagedOperands
 from sparsek_kernels.paged.plan import (
     Segment,
     each_segment,
@@ -38,7 +39,8 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
+    from types import ModuleType
 
     from sparsek_kernels.paged.replay import ReplayableCall
 
@@ -53,6 +55,7 @@ def write_kv(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    pages: Located | None = None,
 ) -> None:
     """Store new keys and values in their pages, and the records of segments that they complete.
 
@@ -66,13 +69,14 @@ def write_kv(
             ``summary_bytes(page_size, D)``, with pages of a multiple of 64 tokens; or ``None``.
         slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
         k_scale, v_scale: of an fp8 (e4m3) cache, which holds ``key / k_scale``.
+        pages: where the pages are, if that is known (``paged.api.locate_pages``).
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache on a CPU.
     """
-    tensors = (key, value, k_cache, v_cache, k_summary, slot_mapping)
-    call = _replayable(tensors, ("write", k_scale, v_scale))
+    tensors = (k_cache, v_cache, k_summary, key, value, slot_mapping)
+    call = _replayable(_located(tensors, pages), ("write", k_scale, v_scale))
     if call is not None and call.replay():
         return
     heads, _, dim = check_cache(k_cache, v_cache)
@@ -135,7 +139,8 @@ def write_index(
         NotImplementedError: on a GPU, a last dimension that is not contiguous.
     """
     tensors = (k_cache, v_cache, k_summary, *index.tensors)
-    call = _replayable(tensors, (policy, index.key), batch.derived("replays of writes", dict))
+    replays: dict[Hashable, Any] = batch.derived("replays of writes", dict)
+    call = _replayable(_located(tensors), (policy, index.key), replays)
     if call is not None and call.replay():
         return
     _, page_size, dim = check_cache(k_cache, v_cache)
@@ -404,28 +409,53 @@ def _replayable_segment(
     """A segment's launches as ones that may be repeated; ``None`` where they are not launches."""
     if not segment.repeats or operands.lse is not None:
         return None
-    tensors = operands.tensors
     options: tuple[Hashable, ...] = (operands.softmax_scale, operands.k_scale, operands.v_scale)
     if index is not None:
         if not index.replayable:
             return None
-        tensors, options = tensors + index.tensors, (*options, index.key)
-    return _replayable(tensors, options, segment.replays)
+        options = (*options, index.key)
+        if index.tensors:
+            located = _located(operands.tensors + index.tensors, operands.pages)
+            return _replayable(located, options, segment.replays)
+    known, tensors = operands.located, operands.tensors
+    if known is None or not all(map(is_, known.tensors, tensors)):
+        operands.located = known = _located(tensors, operands.pages)
+    return _replayable(known, options, segment.replays)
+
+
+def locate_pages(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor | None
+) -> Located | None:
+    """Where a layer's pages are, for calls that then need not look at them; ``None`` on a CPU.
+
+    Args:
+        k_cache, v_cache, k_summary: as later calls take them, which nothing changes meanwhile.
+    """
+    return _located((k_cache, v_cache, k_summary))
+
+
+def _located(
+    tensors: tuple[torch.Tensor | None, ...], known: Located | None = None
+) -> Located | None:
+    """Where these tensors are, before any check; ``None`` on a CPU."""
+    if not isinstance(tensors[0], torch.Tensor) or not tensors[0].is_cuda:
+        return None
+    found: Located | None = _find_replay().locate(tensors, known)
+    return found
 
 
 def _replayable(
-    tensors: tuple[torch.Tensor | None, ...],
-    options: Hashable,
-    replays: dict[Hashable, Any] | None = None,
+    located: Located | None, options: Hashable, replays: dict[Hashable, Any] | None = None
 ) -> ReplayableCall | None:
-    """The call as one whose launches may be replayed, before any check; ``None`` on a CPU."""
-    if not isinstance(tensors[0], torch.Tensor) or not tensors[0].is_cuda:
+    """The call as one whose launches may be replayed; ``None`` on a CPU."""
+    if located is None:
         return None
-    return _find_replayable()(tensors, options, replays)
+    found: ReplayableCall | None = _find_replay().replayable(located, options, replays)
+    return found
 
 
 @cache
-def _find_replayable() -> Callable[..., ReplayableCall | None]:
-    from sparsek_kernels.paged.replay import replayable
+def _find_replay() -> ModuleType:
+    from sparsek_kernels.paged import replay
 
-    return replayable
+    return replay

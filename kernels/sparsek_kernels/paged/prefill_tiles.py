@@ -10,8 +10,9 @@ from sparsek_kernels.paged.batch import PagedBatch
 def prefill_tiles(batch: PagedBatch, tile: int, num_rows: int) -> torch.Tensor:
     """Device table of the prefills' tiles: ``[count, 2]`` int32, request (or -1) and base.
 
-    There are as many as the prefills have where the host knows their lengths, else up to two more
-    for each of them, which belong to no request.
+    There are as many as the prefills have where the host knows their lengths.  Where it knows but
+    their new tokens, there are as many as these touch at most: one more for each, or none, which
+    belongs to no request.  Else there are up to two more.
 
     Args:
         tile: query positions of a tile.
@@ -19,10 +20,7 @@ def prefill_tiles(batch: PagedBatch, tile: int, num_rows: int) -> torch.Tensor:
     """
 
     def build() -> torch.Tensor:
-        count = _known_tiles(batch, tile)
-        if count is None:
-            tokens = num_rows - batch.first_row - batch.num_decode_tokens
-            count = tokens // tile + 2 * batch.num_prefills
+        count = max(_count_tiles(batch, tile, num_rows), 1)  # a grid has a program
         first = batch.num_decodes
         cu = batch.cu_seqlens_q[first:].to(torch.int64)
         counts = cu[1:] - cu[:-1]
@@ -41,11 +39,14 @@ def prefill_tiles(batch: PagedBatch, tile: int, num_rows: int) -> torch.Tensor:
     return batch.derived(("prefill tiles", tile, num_rows), build)
 
 
-def _known_tiles(batch: PagedBatch, tile: int) -> int | None:
-    """Tiles of the prefills, ``None`` where the host does not know their lengths."""
+def _count_tiles(batch: PagedBatch, tile: int, num_rows: int) -> int:
+    """Tiles of the prefills, at most; what the host knows decides, never a device's values."""
     lengths, counts = batch.seq_lens_host, batch.query_lens_host
-    if lengths is None or counts is None:
-        return None
-    prefills = zip(lengths[batch.num_decodes :], counts[batch.num_decodes :], strict=True)
-    found = sum((n - 1) // tile - (n - count) // tile + 1 for n, count in prefills if count)
-    return max(found, 1)  # a grid has a program
+    if counts is None:
+        tokens = num_rows - batch.first_row - batch.num_decode_tokens
+        return tokens // tile + 2 * batch.num_prefills
+    counts = counts[batch.num_decodes :]
+    if lengths is None:  # a first token may be a tile's last
+        return sum((count - 2) // tile + 2 for count in counts if count)
+    prefills = zip(lengths[batch.num_decodes :], counts, strict=True)
+    return sum((n - 1) // tile - (n - count) // tile + 1 for n, count in prefills if count)

@@ -7,15 +7,17 @@ that agree in these launch the same kernels with the same arguments, but for add
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 
 from sparsek_kernels.common.device import current_device, dispatch_modes
 from sparsek_kernels.common.recording import Replay, Tensors, has_launch_hook, recording
 from sparsek_kernels.paged.batch import ALIGNMENT
+from sparsek_kernels.paged.operands import Located
 from sparsek_kernels.paged.scratch import take_turns
 
 _MOST_REPLAYS = 256
@@ -32,18 +34,14 @@ class ReplayableCall:
     """A call, and what is remembered of calls with the same key.
 
     Args:
-        tensors: what differs between calls with one key.
-        addresses: where these begin; 0 stands for ``None``.
+        located: the tensors that differ between calls with one key.
         key: all else that the call's launches depend on.
         replays: by key; ``None`` stands for launches that cannot be replayed.
-        device: where the call is launched.
     """
 
-    tensors: Tensors
-    addresses: Sequence[int]
+    located: Located
     key: Hashable
     replays: Replays
-    device: int
 
     def replay(self) -> bool:
         """Launch again what was launched with this key; ``False`` if nothing is remembered.
@@ -54,9 +52,9 @@ class ReplayableCall:
         found = self.replays.get(self.key)
         if found is None:
             return False
-        stream = take_turns(self.device)
+        stream = take_turns(self.located.device)
         try:
-            found.launch(self.addresses, stream)
+            found.launch(self.located.addresses, stream)
         except (TypeError, ValueError, AttributeError, SystemError) as error:
             _refused.append(error)
             self.replays[self.key] = None
@@ -74,7 +72,7 @@ class ReplayableCall:
         if self.key in self.replays:
             yield
             return
-        with recording(self.tensors) as record:
+        with recording(self.located.tensors) as record:
             yield
         if len(self.replays) >= _MOST_REPLAYS:
             self.replays.clear()
@@ -88,32 +86,25 @@ class ReplayableCall:
             )
 
 
-def replayable(
-    tensors: Tensors, options: Hashable, replays: Replays | None = None
-) -> ReplayableCall | None:
-    """The call on these tensors; ``None`` for one that must go through the JIT.
+def locate(tensors: Tensors, known: Located | None = None) -> Located | None:
+    """Where these tensors are; ``None`` where their calls must go through the JIT.
 
-    That is a call under a dispatch mode (fake tensors) or a launch hook, with addresses that are
-    not aligned, while a CUDA graph is captured, whose replays cost no host time, or after a replay
-    was refused.
+    That is under a dispatch mode (fake tensors have no address), with addresses that are not
+    aligned, or with what is no tensor of the current GPU.
 
     Args:
-        tensors: what the launches read and write; the first is on a GPU.
-        options: all else that they depend on.
-        replays: keeps the launches; ``None`` where they have no tensors but these.
+        tensors: what launches read and write.
+        known: where the first of them are; of no use where these are others.
     """
-    device = current_device()
-    if (
-        _refused
-        or dispatch_modes()
-        or torch.cuda.is_current_stream_capturing()
-        or has_launch_hook()
-    ):
+    if dispatch_modes():
         return None
-    key: list[Hashable] = [device, options]
-    addresses = []
+    device = current_device()
+    key: list[Hashable] = [device]
+    addresses: list[int] = []
+    if known is not None and known.device == device and all(map(is_, known.tensors, tensors)):
+        key, addresses = [*known.key], [*known.addresses]
     together = 0
-    for tensor in tensors:  # every layer comes here: each of these calls takes a tenth of a us
+    for tensor in tensors[len(addresses) :]:  # each of these calls takes a tenth of a us, a layer
         if tensor is None:
             key.append(None)
             addresses.append(0)
@@ -124,7 +115,29 @@ def replayable(
         addresses.append(address)
         together |= address
         key += (tensor.shape, tensor.stride(), tensor.dtype)
-    if together % ALIGNMENT:
+    return None if together % ALIGNMENT else Located(tensors, addresses, tuple(key), device)
+
+
+def replayable(
+    located: Located, options: Hashable, replays: Replays | None = None
+) -> ReplayableCall | None:
+    """The call on these tensors; ``None`` for one that must go through the JIT.
+
+    That is a call under a dispatch mode or a launch hook, for another GPU than the current one,
+    while a CUDA graph is captured, whose replays cost no host time, or after a replay was refused.
+
+    Args:
+        located: what the launches read and write.
+        options: all else that they depend on.
+        replays: keeps the launches; ``None`` where they have no tensors but these.
+    """
+    if (
+        _refused
+        or dispatch_modes()
+        or located.device != current_device()
+        or torch.cuda.is_current_stream_capturing()
+        or has_launch_hook()
+    ):
         return None
     mine = _without_batch if replays is None else replays
-    return ReplayableCall(tensors, addresses, tuple(key), mine, device)
+    return ReplayableCall(located, (located.key, options), mine)

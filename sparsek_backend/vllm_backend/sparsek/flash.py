@@ -23,6 +23,7 @@ class FlashPrefill:
     def __init__(self, attend: Callable[..., Any], version: int) -> None:
         self._attend = attend
         self.version = version
+        self._pages: tuple[torch.Tensor, ...] = ()
 
     @staticmethod
     def serves(segment: Segment) -> bool:
@@ -35,13 +36,17 @@ class FlashPrefill:
         FlashAttention takes scratch for every row that it is given, so it is given no others.
         """
         batch, window = segment.batch, segment.policy.window_size
-        rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
+        q, out = operands.q, operands.out
+        if batch.first_row or batch.num_prefill_tokens != q.shape[0]:  # views take microseconds
+            rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
+            q, out = q[rows], out[rows]
+        keys, values = self._views(operands)
         offsets = batch.derived("own offsets", lambda: batch.cu_seqlens_q - batch.first_row)
         self._attend(
-            q=operands.q[rows],
-            k=operands.k_cache.transpose(1, 2),
-            v=operands.v_cache.transpose(1, 2),
-            out=operands.out[rows],
+            q=q,
+            k=keys,
+            v=values,
+            out=out,
             cu_seqlens_q=offsets,
             max_seqlen_q=batch.max_query_len,
             seqused_k=batch.seq_lens,
@@ -53,6 +58,14 @@ class FlashPrefill:
             fa_version=self.version,
             s_aux=operands.sinks,
         )
+
+    def _views(self, operands: PagedOperands) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as ``[pages, page_size, Hkv, D]``, made once for a layer's pages."""
+        k_cache, v_cache = operands.k_cache, operands.v_cache
+        if not (self._pages and self._pages[0] is k_cache and self._pages[1] is v_cache):
+            views = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+            self._pages = (k_cache, v_cache, *views)
+        return self._pages[2], self._pages[3]
 
 
 def find_flash(layer: Any) -> FlashPrefill | None:

@@ -193,6 +193,7 @@ class SparseKImpl(AttentionImpl):
             slot_mapping,
             k_scale=k_scale,
             v_scale=v_scale,
+            pages=pages.located,
         )
 
     def forward(
@@ -249,7 +250,7 @@ class SparseKImpl(AttentionImpl):
     ) -> PagedOperands:
         """The tensors of one step, as the kernels take them."""
         rest = (self.scale, pages.summary, self.sinks, *self._scales(layer))
-        return PagedOperands(query, pages.keys, pages.values, out, *rest)
+        return PagedOperands(query, pages.keys, pages.values, out, *rest, pages=pages.located)
 
     def _segments(
         self, operands: PagedOperands, batch: PagedBatch, policy: StepPolicy, seq_lens: Any = None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.layout import PREFERRED_PAGE_SIZE
+from sparsek_kernels.paged.api import locate_pages
+from sparsek_kernels.paged.operands import Located
 from sparsek_kernels.paged.pages import summary_bytes
 
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
@@ -42,6 +45,11 @@ class PageViews:
     values: torch.Tensor  # as ``keys``
     # ``[pages, Hkv, bytes]`` uint8 view of the bytes behind K and V
     summary: torch.Tensor | None
+
+    @cached_property
+    def located(self) -> Located | None:
+        """Where these are, which the layer's calls of every step need not ask."""
+        return locate_pages(self.keys, self.values, self.summary)
 
 
 def page_rows(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> torch.Tensor:
@@ -109,7 +117,7 @@ class PageReader:
         self.summaries = summaries
         self._size = size
         self._views: PageViews | None = None
-        self._key: tuple[int, tuple[int, ...]] | None = None
+        self._key: tuple[Hashable, ...] | None = None
 
     def view(self, kv_cache: torch.Tensor) -> PageViews:
         """Return views of a cache: K, V and, where the pages keep them, summaries."""
@@ -117,7 +125,7 @@ class PageReader:
 
     def cached(self, kv_cache: torch.Tensor) -> PageViews:
         """Return :meth:`view` of the layer's own cache."""
-        key = (kv_cache.data_ptr(), kv_cache.shape)
+        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
         if self._views is None or self._key != key:
             self._views, self._key = self.view(kv_cache), key
         return self._views

@@ -37,10 +37,20 @@ def test_there_are_as_many_tiles_as_the_host_knows_of(
     assert prefill_tiles(batch, tile, sum(counts)).tolist() == expected
 
     unknown = replace(batch, seq_lens_host=None, _derived={})
-    found = prefill_tiles(unknown, tile, sum(counts)).tolist()
-    assert found[: len(expected)] == expected
-    assert {request for request, _ in found[len(expected) :]} <= {-1}
-    assert len(found) <= len(expected) + 2 * len(prefills)
+    for more, asked in ((1, unknown), (2, replace(unknown, query_lens_host=None, _derived={}))):
+        found = prefill_tiles(asked, tile, sum(counts)).tolist()
+        assert found[: len(expected)] == expected
+        assert {request for request, _ in found[len(expected) :]} <= {-1}
+        assert len(found) <= len(expected) + more * len(prefills)
+
+
+@given(st.integers(1, 300), st.sampled_from([16, 32, 64]))
+def test_new_tokens_alone_give_the_most_tiles_that_they_touch(count: int, tile: int) -> None:
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    batches = [batch_of_lengths(table, [count], [before + count]) for before in range(tile)]
+    unknown = replace(batches[0], seq_lens_host=None, _derived={})
+    most = max(len(prefill_tiles(batch, tile, count)) for batch in batches)
+    assert len(prefill_tiles(unknown, tile, count)) == most
 
 
 def test_requests_without_new_tokens_have_no_tile_but_a_grid_has_one() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +18,7 @@ from sparsek_kernels.paged.config import (
 )
 from sparsek_kernels.paged.index.config import top_warps
 from sparsek_kernels.paged.index.page_records.config import cut_segments, weigh_programs
-from sparsek_kernels.paged.index.two_step.config import score_bytes, score_config
+from sparsek_kernels.paged.index.two_step.config import listed_shares, score_bytes, score_config
 
 ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])
 SHAPES = {
@@ -79,6 +82,18 @@ def test_prefill(**shape: int) -> None:
     check_keys(config, shape["sel_block"])
 
 
+@pytest.mark.parametrize(
+    ("tiles", "splits"), [(1, 8), (8, 1), (9, 3), (12, 2), (13, 1), (16, 1), (17, 1), (64, 1)]
+)
+def test_prefills_are_split_where_that_saves_rounds(tiles: int, splits: int) -> None:
+    """Tiles of 64 tokens, 16 programs each: 8 fill an H200's multiprocessors once, 16 twice."""
+    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "tile": 64, "itemsize": 2}
+    rest = {"blocks": 200, "sel_block": 64, "arch": 90, "num_sms": 132}
+    assert prefill_config(tiles=tiles, **shape, **rest).splits == splits
+    portable = prefill_config(tiles=16, **shape, **rest, fits_hopper=False)
+    assert (portable.splits, portable.hopper) == (2, False)
+
+
 @given(
     tiles=st.integers(1, 2000),
     num_kv_heads=st.integers(1, 16),
@@ -129,6 +144,26 @@ def test_records_are_read_by_some_programs(
     size = cut_segments(jobs, segments, columns, num_sms)
     assert size in (64, 128, 256, 512)
     assert size * columns <= 4096  # shared memory that a program has without asking for more
+
+
+@given(programs=st.integers(0, 3000), pieces=st.integers(0, 400), resident=st.integers(1, 600))
+def test_shares_of_lists_never_take_longer(programs: int, pieces: int, resident: int) -> None:
+    shares = listed_shares(programs, pieces, resident)
+    assert shares == 1 or 2 * shares <= pieces
+
+    def rounds(count: int) -> float:
+        return math.ceil(programs * count / resident) * math.ceil(pieces / count)
+
+    assert rounds(shares) <= rounds(1)
+
+
+@pytest.mark.parametrize(
+    ("programs", "shares"),
+    [(8, 16), (64, 2), (72, 5), (132, 1), (136, 5), (256, 1), (264, 1), (2048, 1)],
+)
+def test_lists_are_shared_where_rounds_are_left_half_empty(programs: int, shares: int) -> None:
+    """Lists of 200 blocks on 132 multiprocessors: 72 are a whole round, or three of a fifth."""
+    assert listed_shares(programs, 200, 132) == shares
 
 
 def test_small_helpers() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,18 +17,20 @@ import torch
 from aot import KERNELS, hopper_kernels
 from hardware import simulated
 from problems import Problem, attend_phases, make_problem
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek_kernels.common import recording as recording_module
-from sparsek_kernels.common.recording import Tensors, recording, run
+from sparsek_kernels.common.descriptors import describe_matrix
+from sparsek_kernels.common.recording import Replay, Tensors, recording, run
 from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention, write_kv
 from sparsek_kernels.paged import replay as replay_module
 from sparsek_kernels.paged.api import _replayable_segment
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.operands import Located, PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from sparsek_kernels.paged.replay import ReplayableCall, Replays, replayable
+from sparsek_kernels.paged.replay import ReplayableCall, Replays, locate, replayable
 from sparsek_kernels.paged.scratch import _workspaces
 from tests.kernels.launched import write_launched
 from tests.kernels.paged.gate_cases import make_gates
@@ -83,7 +86,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Note]]:
 
 def call_of(tensors: Tensors, key: Hashable, replays: Replays) -> ReplayableCall:
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    return ReplayableCall(tensors, addresses, key, replays, -1)
+    return ReplayableCall(Located(tensors, addresses, None, -1), key, replays)
 
 
 def taken(notes: list[Note]) -> list[Note]:
@@ -207,10 +210,16 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_calls_of_one_key_lie_alike(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.zeros(4, 8), torch.zeros(4, 8)
-    call, same = replayable((q, None), "rule"), replayable((k, None), "rule")
-    assert call is not None
-    assert same is not None
-    assert same.key == call.key
+
+    def found(tensors: Tensors, rule: str) -> ReplayableCall:
+        located = locate(tensors)
+        assert located is not None
+        call = replayable(located, rule)
+        assert call is not None
+        return call
+
+    call = found((q, None), "rule")
+    assert found((k, None), "rule").key == call.key
     others: list[tuple[Tensors, str]] = [
         ((q, k), "rule"),
         ((q.t(), None), "rule"),
@@ -219,18 +228,75 @@ def test_calls_of_one_key_lie_alike(on_cpu: None, monkeypatch: pytest.MonkeyPatc
         ((q, None), "another rule"),
     ]
     for tensors, rule in others:
-        different = replayable(tensors, rule)
-        assert different is not None
-        assert different.key != call.key
-    assert replayable((q.view(-1)[1:], None), "rule") is None  # not aligned
-    assert replayable((q, "k"), "rule") is None  # type: ignore[arg-type]
+        assert found(tensors, rule).key != call.key
+    assert locate((q.view(-1)[1:], None)) is None  # not aligned
+    assert locate((q, "k")) is None  # type: ignore[arg-type]
     for where, name, value in (
         (replay_module, "has_launch_hook", True),
         (torch.cuda, "is_current_stream_capturing", True),
         (replay_module, "current_device", 0),
     ):
         with mock.patch.object(where, name, return_value=value):
-            assert replayable((q, None), "rule") is None
+            assert replayable(call.located, "rule") is None
+    with mock.patch.object(replay_module, "current_device", return_value=0):
+        assert locate((q, None)) is None
+
+
+def test_segments_of_a_layer_look_at_its_tensors_once(on_cpu: None) -> None:
+    problem = layer(1)
+    operands = problem.operands(torch.empty_like(problem.q))
+    segment = Segment(problem.batch.part(0, 2), TOP_K)
+    with mock.patch.object(torch.Tensor, "is_cuda", True):
+        first, again = (_replayable_segment(operands, segment, None) for _ in range(2))
+        rows = _replayable_segment(operands.of_rows(slice(2, None)), segment, None)
+        other = replace(operands, out=torch.empty_like(problem.q))
+        moved = _replayable_segment(other, segment, None)
+        operands.out = other.out
+        changed = _replayable_segment(operands, segment, None)
+    assert first is not None
+    assert again is not None
+    assert rows is not None
+    assert moved is not None
+    assert changed is not None
+    assert changed.located.addresses == moved.located.addresses
+    assert again.located is first.located
+    assert rows.located.addresses[3] == operands.q[2:].data_ptr() != first.located.addresses[3]
+    assert moved.located.addresses[4] == other.out.data_ptr() != first.located.addresses[4]
+
+
+def test_fake_tensors_are_not_asked_for_addresses(on_cpu: None) -> None:
+    call = replayable(call_of((torch.zeros(4, 8),), "rule", {}).located, "rule")
+    assert call is not None
+    with FakeTensorMode() as mode:
+        assert locate((mode.from_tensor(torch.zeros(4, 8)),)) is None
+        assert replayable(call.located, "rule") is None
+
+
+def test_pages_that_are_known_are_not_looked_at(on_cpu: None) -> None:
+    pages, others = [tuple(torch.zeros(8, 16) for _ in range(3)) for _ in range(2)]
+    q = torch.zeros(4, 8)
+    known = locate(pages)
+    assert known is not None
+    whole = locate((*pages, q, None))
+    asked: list[torch.Tensor] = []
+
+    def spied(tensor: torch.Tensor, stride: Callable[..., Any] = torch.Tensor.stride) -> Any:
+        asked.append(tensor)
+        return stride(tensor)
+
+    with mock.patch.object(torch.Tensor, "stride", spied):
+        found = locate((*pages, q, None), known)
+        assert len(asked) == 1
+        assert asked[0] is q
+        moved = locate((*pages[:2], others[2], q, None), known)  # one of them is another
+        assert len(asked) == 5
+        with mock.patch.object(replay_module, "current_device", return_value=0):
+            assert locate((*pages, q, None), known) is None
+    assert found is not None
+    assert whole is not None
+    assert moved is not None
+    assert (found.key, found.addresses) == (whole.key, whole.addresses)
+    assert moved.addresses[2] == others[2].data_ptr()
 
 
 def test_layers_with_other_indexers_have_other_replays(on_cpu: None) -> None:
@@ -289,7 +355,9 @@ def test_a_refused_replay_goes_through_the_jit(
         raise TypeError("an integer is required")
 
     monkeypatch.setattr(kernel, "run", refuse)
-    call = replayable((x,), "rule", replays)
+    located = locate((x,))
+    assert located is not None
+    call = replayable(located, "rule", replays)
     assert call is not None
     with call.recorded():
         run(kernel, (1,), x)
@@ -298,7 +366,7 @@ def test_a_refused_replay_goes_through_the_jit(
     with call.recorded():
         run(kernel, (1,), x)
     assert len(notes) == 2
-    assert replayable((x,), "rule", replays) is None
+    assert replayable(located, "rule", replays) is None
 
 
 def test_an_argument_between_two_tensors_is_not_guessed(notes: list[Note]) -> None:
@@ -378,11 +446,161 @@ def test_a_replay_ends_in_the_call_that_tritons_launcher_makes(notes: list[Note]
     assert seen[0] == seen[1]
 
 
+class Map:
+    """What a matrix is encoded as: an object of its own, with all that it is encoded from."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Map) and other.parts == self.parts
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of the matrices that Triton encodes, on a driver that is not there."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    found: list[int] = []
+
+    def encode(address: int, *parts: Any) -> Map:
+        found.append(address)
+        return Map(address, *(tuple(x) if isinstance(x, list) else x for x in parts))
+
+    active = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=encode))
+    monkeypatch.setattr(driver.triton.runtime, "driver", SimpleNamespace(active=active))
+    return found
+
+
+def launcher_of_matrices(count: int, seen: list[Any]) -> Any:
+    """Triton's launcher of a kernel with so many matrices, then two arguments of other kinds."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    types = ["tensordesc<fp32[8, 8]>"] * count + ["*fp32", "i32"]
+    signature = dict(enumerate(types))
+    meta = {"elem_size": 4, "elem_type": 7, "block_size": [8, 8], "fp4_padded": False}
+    metas = [{"swizzle": index, **meta} for index in range(count)]
+    if not hasattr(driver, "make_tensordesc_arg"):
+        pytest.skip("a Triton that passes descriptors on otherwise")
+    launcher = object.__new__(driver.CudaLauncher)
+    vars(launcher).update(
+        launch=driver.wrap_handle_tensordesc(lambda *args: seen.append(args), signature, metas),
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        num_ctas=1,
+        **{f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in SCRATCH},
+    )
+    return launcher
+
+
+def described_matrix(x: torch.Tensor) -> Any:
+    return describe_matrix(x, (x.shape[0], x.shape[1]), x.stride(0), (8, 8))
+
+
+def test_matrices_are_encoded_once_for_each_address(notes: list[Note], encoded: list[int]) -> None:
+    seen: list[Any] = []
+    kernel = SpiedKernel("kernel", ["moved", "fixed", "x", "SIZE"], notes)
+    kernel.run = launcher = launcher_of_matrices(2, seen)  # type: ignore[method-assign]
+    fixed, layers = torch.zeros(16, 16), [torch.zeros(32, 16) for _ in range(3)]
+
+    def launch(x: torch.Tensor) -> tuple[Any, ...]:
+        return described_matrix(x[16:]), described_matrix(fixed), x
+
+    def through_triton(x: torch.Tensor) -> tuple[Any, ...]:
+        own = *launch(x)[:2], x.data_ptr(), 3
+        launcher(2, 1, 1, STREAM, "kernel", "metadata", None, None, None, *own)
+        found: tuple[Any, ...] = seen.pop()
+        return found
+
+    def record(x: torch.Tensor) -> Replay:
+        with recording((x,)) as found:
+            run(kernel, (2,), *launch(x), SIZE=3)
+        replay = found.finish()
+        assert replay is not None
+        return replay
+
+    replay = record(layers[0])
+    assert not seen  # nothing is launched to find out
+    for x in layers:
+        replay((x,), 0)
+    replayed = seen.copy()
+    wanted = [through_triton(x) for x in layers]
+    assert replayed == wanted
+    seen.clear()
+    encoded.clear()
+    for again in (replay, record(layers[1])):  # other steps find them too
+        for x in layers:
+            again((x,), 0)
+    assert not encoded
+    assert seen == wanted * 2
+    narrow = [torch.zeros(32, 24)[:, :16] for _ in range(2)]
+    for x, like in (narrow, (torch.zeros(32, 8), torch.zeros(32, 8))):
+        seen.clear()
+        record(x)((like,), 0)
+        assert seen.pop() == through_triton(like)
+
+
+def test_a_matrix_at_an_old_address_with_another_shape_is_encoded_anew(
+    notes: list[Note], encoded: list[int]
+) -> None:
+    seen: list[Any] = []
+    kernel = SpiedKernel("kernel", ["moved", "x", "SIZE"], notes)
+    kernel.run = launcher = launcher_of_matrices(1, seen)  # type: ignore[method-assign]
+    storage = torch.zeros(1024)
+    shapes: list[tuple[torch.Tensor, int]] = [
+        (storage.view(32, 32), 8),
+        (storage.view(64, 16), 8),  # shape and stride
+        (storage.view(32, 32)[:16], 8),  # rows alone
+        (storage.view(32, 32)[:, :16], 8),  # columns alone
+        (storage.view(32, 32), 16),  # box
+    ]
+    for x, box in shapes:
+        own = describe_matrix(x, (x.shape[0], x.shape[1]), x.stride(0), (8, box))
+        before = len(encoded)
+        with recording((x,)) as found:
+            run(kernel, (1,), own, x, SIZE=3)
+        replay = found.finish()
+        assert replay is not None
+        replay((x,), 0)
+        assert len(encoded) > before
+        rest = own, x.data_ptr(), 3
+        launcher(1, 1, 1, STREAM, "kernel", "metadata", None, None, None, *rest)
+        assert seen.pop() == seen.pop()
+
+
+def test_a_launcher_that_does_more_with_matrices_stays(
+    notes: list[Note], encoded: list[int]
+) -> None:
+    seen: list[Any] = []
+    launcher = object.__new__(
+        type("Other", (), {"__call__": lambda self, *args: self.launch(*args)})
+    )
+
+    def passed_on(launch: Callable[..., None]) -> Callable[..., None]:
+        launcher = launch
+
+        def inner(*args: Any) -> None:
+            launcher(*args[:-3], args[-3].base.data_ptr(), args[-2], args[-1], "more")
+
+        return inner
+
+    launcher.launch = passed_on(lambda *args: seen.append(args))
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    kernel = SpiedKernel("kernel", ["moved", "x", "SIZE"], notes)
+    kernel.run = launcher
+    first, other = torch.zeros(32, 16), torch.zeros(32, 16)
+    with recording((first,)) as found:
+        run(kernel, (1,), described_matrix(first), first, SIZE=3)
+    replay = found.finish()
+    assert replay is not None
+    for x in (other, first):
+        replay((x,), 0)
+        assert seen.pop()[-4:] == (x.data_ptr(), x.data_ptr(), 3, "more")
+
+
 def test_tensors_that_cannot_be_told_apart_are_warned_of(notes: list[Note]) -> None:
     both = torch.zeros(64)
     tensors = (both[:16], both[16:32])
     replays: Replays = {}
-    call = ReplayableCall(tensors, [x.data_ptr() for x in tensors], "rule", replays, -1)
+    call = call_of(tensors, "rule", replays)
     with pytest.warns(RuntimeWarning, match="share an address or a storage"), call.recorded():
         run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
     assert replays == {"rule": None}

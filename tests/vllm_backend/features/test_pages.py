@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend.sparsek import pages
 from sparsek_backend.vllm_backend.sparsek.pages import bytes_behind, page_rows, view_pages
 from tests.vllm_backend.layers import (
     KV_HEADS,
@@ -174,3 +175,24 @@ def test_a_pages_row_is_the_whole_page(padded: bool, summaries: bool) -> None:
     assert (found.summary is not None) == summaries
     if found.summary is not None and whole.summary is not None:
         assert torch.equal(found.summary, whole.summary[chosen])
+
+
+def test_views_of_pages_are_of_the_cache_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def locate(*tensors: Any) -> None:
+        asked.append(tensors)
+
+    monkeypatch.setattr(pages, "locate_pages", locate)
+    reader, cache = pages.PageReader(32), torch.zeros(4, 2, 64, 64)
+    views = reader.cached(cache)
+    for _ in range(2):
+        assert reader.cached(cache) is views
+        assert views.located is None
+    assert asked == [(views.keys, views.values, None)]
+    turned = cache.as_strided(cache.shape, (cache.stride(0), 64, 128, 1))
+    for other in (torch.zeros_like(cache), turned, cache[:2], cache.view(torch.int32)):
+        found = reader.cached(other)
+        assert found is not views
+        assert (found.keys.data_ptr(), found.keys.dtype) == (other.data_ptr(), other.dtype)
+        assert found.keys.stride()[:3] == other.stride()[:3]

@@ -77,8 +77,14 @@ def prefill_config(
     itemsize: int,
     arch: int,
     num_sms: int,
+    fits_hopper: bool = True,
 ) -> TileConfig:
-    """Prefill: two heads of the group beside 64 queries, two programs per multiprocessor."""
+    """Prefill: two heads of the group beside 64 queries, two programs per multiprocessor.
+
+    Args:
+        fits_hopper: whether Hopper's kernel takes these tensors.  It splits nothing, and has one
+            program per multiprocessor.
+    """
     shrink = (2 if head_dim > 128 else 1) * (2 if itemsize > 2 else 1)
     rows = 128 // shrink
     queries = largest_part(tile, min(rows, 64))
@@ -92,6 +98,9 @@ def prefill_config(
         choose_splits(programs, pieces // 4, num_sms, most=8),
         choose_splits(programs, pieces // 32, 4 * num_sms, most=16),  # few queries, long contexts
     )
+    hopper = has_wgmma(arch) and fits_hopper
+    if hopper and -(-programs * splits // num_sms) >= splits * -(-programs // num_sms):
+        splits = 1  # whole programs need no more rounds
     return TileConfig(
         block_h=block_h,
         queries=queries,
@@ -101,7 +110,7 @@ def prefill_config(
         num_warps=max(4, block_m // 16),
         num_stages=2,
         max_registers=128 if has_wgmma(arch) and block_m == 128 else 0,
-        hopper=has_wgmma(arch),
+        hopper=hopper,
     )
 
 

@@ -55,6 +55,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
     elif policy.window_size is not None:
         attended = policy.num_sink + policy.window_size + (0 if decode else tile)
         blocks = min(blocks, max(attended, policy.dense_below) // sel_block + 2)
+    fits_hopper = topk and not decode and attend_fits(operands, policy)
     if segment.fixed_order:
         config = row_config(
             group=group, head_dim=dim, sel_block=run_keys, arch=device_arch(q.device)
@@ -74,14 +75,10 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             most = max(_MOST_ROWS // next_power_of_2(group), 1)
             config = decode_config(**sizes, queries=min(tile, most) if topk else tile)
         else:
-            config = prefill_config(**sizes, tile=tile, itemsize=q.element_size())
-    if (
-        config.hopper
-        and config.splits == 1
-        and indices is not None
-        and tiles is not None
-        and attend_fits(operands, policy)
-    ):
+            itemsize = q.element_size()
+            config = prefill_config(**sizes, tile=tile, itemsize=itemsize, fits_hopper=fits_hopper)
+    whole = fits_hopper and config.hopper and config.splits == 1
+    if whole and indices is not None and tiles is not None:
         attend_hopper(operands, batch, policy, indices, tiles)
         return
     chunks = ceil_div(group, config.block_h) * ceil_div(tile, config.queries)

@@ -5,6 +5,8 @@ The numbers are winners of offline sweeps; nothing is tuned at run time.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from sparsek_kernels.paged.config import (
     TileConfig,
     choose_splits,
@@ -13,6 +15,10 @@ from sparsek_kernels.paged.config import (
     next_power_of_2,
     shared_memory,
 )
+from sparsek_kernels.paged.policy import ceil_div
+
+_START_PIECES = 6
+"""Pieces of 64 keys in whose time a program finds its list and has its first keys: an estimate."""
 
 
 def score_bytes(rows: int, columns: int, stages: int, row_bytes: int) -> int:
@@ -111,9 +117,23 @@ def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> Tile
     )
 
 
+@lru_cache(maxsize=1024)
 def listed_shares(programs: int, pieces: int, resident: int) -> int:
-    """Programs that share one tile's list of ``pieces`` runs of keys: ``resident`` at once."""
-    return max(min(resident // max(programs, 1), pieces // 2), 1)
+    """Programs that share one tile's list: the fewest with which all lists are done first.
+
+    ``resident`` programs run at once, so they go in rounds, which a last one may leave half empty.
+    Each share gets at least two pieces, and a program's start takes as long as some more.
+
+    Args:
+        programs: programs without sharing.
+        pieces: runs of keys of one list.
+        resident: programs that fill the device.
+    """
+
+    def time(shares: int) -> int:
+        return ceil_div(programs * shares, resident) * (ceil_div(pieces, shares) + _START_PIECES)
+
+    return min(range(1, max(pieces // 2, 1) + 1), key=time)
 
 
 def rank_rows(places: int, rows: int) -> int:

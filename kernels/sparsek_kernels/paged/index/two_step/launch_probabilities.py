@@ -127,12 +127,12 @@ def _list_masses_sm90(
     """Write the masses of a step's lists by the kernel for Hopper."""
     q, batch, policy = call.q, call.batch, call.policy
     work = step.count * (call.rows // _ROWS)
-    resident = _STREAMS * multiprocessors(q.device)  # streams
-    shares = listed_shares(work * call.heads, call.list_slots, resident)
+    programs = ceil_div(work, _STREAMS)
+    shares = listed_shares(programs * call.heads, call.list_slots, multiprocessors(q.device))
     k_desc, *distances = describe_cache(call.k_cache)
     unused = ("FROM_TABLE", "TILES_PER_REQUEST", "SEL_BLOCK", "UNIT")
     run(
-        sm90.listed_masses_sm90_kernel, (ceil_div(work, _STREAMS), call.heads, shares),
+        sm90.listed_masses_sm90_kernel, (programs, call.heads, shares),
         masses, q, k_desc, candidates, call.tiles, batch.block_table, batch.seq_lens,
         batch.cu_seqlens_q, call.qk_scale, policy.dense_below, step.first, work,
         *q.stride()[:2],
