@@ -9,6 +9,8 @@ from collections.abc import Generator
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread each, told before torch is loaded
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+if "OMP_NUM_THREADS" in os.environ:  # Numba, which vLLM drafts n-grams with, would set it anew
+    os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 import pytest
 import torch
