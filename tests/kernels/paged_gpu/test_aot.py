@@ -76,9 +76,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
         rows: list[dict[str, Any]] = []
         for line in process.stdout:
             if line == "\n":
+                assert all("error" not in row for row in rows), rows[-1]["error"]
                 return rows
             rows.append(json.loads(line))
-            assert "error" not in rows[-1], rows[-1]["error"]
         raise AssertionError(log.read_text())
 
     with ended(process):
