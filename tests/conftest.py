@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread each, told before torch is loaded
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+if "OMP_NUM_THREADS" in os.environ:  # Numba, which vLLM drafts n-grams with, would set it anew
+    os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 import pytest
 import torch
@@ -30,6 +34,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What collection imports is no garbage: no search of the heap, now or later, looks at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sparsek_backend.bench import plan as plans
+from sparsek_backend.bench import serve_worker
 from sparsek_backend.bench.cli import app
 from sparsek_backend.bench.serve import (
     ServeCase,
@@ -22,6 +26,7 @@ from sparsek_backend.bench.serve import (
 )
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.machine import Machine
+from tests.vllm_backend.engines import forget_engines, quickly
 
 MACHINE = Machine("gpu", "1", "2", "3", "4", "abc")
 
@@ -119,7 +124,28 @@ def test_bad_arguments_exit_2(extra: list[str], message: str, tmp_path: Path) ->
 
 
 @pytest.mark.engine
-def test_a_tiny_shape_is_served_by_both_backends(tmp_path: Path) -> None:
+def test_a_tiny_shape_is_served_by_both_backends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU SPARSEK alone has processes of its own; they spend their time on importing vLLM."""
+    real, open_engine = plans.run_worker, serve_worker.open_engine
+
+    def run(module: str, job: dict[str, Any], **options: Any) -> dict[str, Any]:
+        if job["settings"] is not None or torch.cuda.is_available():
+            return real(module, job, **options)
+        forget_engines()
+        with (
+            mock.patch.dict(os.environ),
+            mock.patch.object(
+                serve_worker,
+                "open_engine",
+                lambda *a, **kw: open_engine(*a, **{**kw, "in_process": True}),
+            ),
+            quickly(),
+        ):
+            return serve_worker.work(job)
+
+    monkeypatch.setattr(plans, "run_worker", run)
     arguments = ["serve", "--model", "tiny", "--out", str(tmp_path), "--context", "512"]
     arguments += ["--requests", "2", "--repeats", "1", "--output-tokens", "8"]
     settings = '{"dense_below": 0, "top_k": 1, "window_size": 64}'

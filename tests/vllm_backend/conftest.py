@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ENGINE_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -26,7 +25,8 @@ collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 def engine_environment() -> Iterator[None]:
     """Set what engines read from the environment, drop stray settings, restore all of it after."""
     before = dict(os.environ)
-    for name in [name for name in os.environ if name.startswith("SPARSEK_")]:
+    stray = ("SPARSEK_", "VLLM_CPU_KVCACHE_SPACE")
+    for name in [name for name in os.environ if name.startswith(stray)]:
         del os.environ[name]
     os.environ.update(ENGINE_ENVIRONMENT)
     yield

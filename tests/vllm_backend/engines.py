@@ -22,6 +22,10 @@ requires_cpu_vllm = pytest.mark.skipif(
 )
 
 
+KV_CACHE = 128 << 20
+"""Bytes of KV pages of an engine on a CPU, which clears them first: a GiB takes longest of all."""
+
+
 @functools.cache
 def _register_kernels_once() -> None:
     """Every engine on a CPU puts C++ in place of vLLM's Triton kernels; they stay replaced."""
@@ -33,21 +37,36 @@ def _register_kernels_once() -> None:
 
 
 @contextmanager
-def _quickly() -> Iterator[None]:
+def quickly() -> Iterator[None]:
     """Start or stop an engine on a CPU without what takes long and changes nothing.
 
     vLLM searches the whole heap for garbage eight times, half a second each beside torch and vLLM's
-    own modules.  It imports itself in a process of its own to inspect an architecture that it has
-    not seen on this machine, lest it touch a GPU.
+    own modules.  At the end it lets later searches look at what ``tests/conftest.py`` keeps out of
+    them.  It imports itself in a process of its own to inspect an architecture that it has not seen
+    on this machine, lest it touch a GPU.
     """
     from vllm.model_executor.models import registry
 
     _register_kernels_once()
     with (
-        mock.patch.object(gc, "collect", return_value=0),
+        mock.patch.multiple(gc, collect=lambda *_: 0, freeze=lambda: None, unfreeze=lambda: None),
         mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()),
     ):
         yield
+
+
+def forget_engines() -> None:
+    """Let another engine start in this process."""
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.envs import disable_envs_cache
+    from vllm.platforms import current_platform
+
+    disable_envs_cache()  # an engine before this one has frozen what vLLM reads of the environment
+    # vLLM's first model runner forbids captures when it has made its own; its second never allows
+    # them again, and would refuse every engine after that in this process.
+    set_cudagraph_capturing_enabled(True)
+    # Torch frees a pool of graphs with its last graph; vLLM would capture into it again.
+    type(current_platform)._global_graph_pool = None
 
 
 @contextmanager
@@ -63,17 +82,10 @@ def engine(
         options: more arguments of ``LLM``.
     """
     from vllm import LLM
-    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.envs import disable_envs_cache
     from vllm.platforms import current_platform
 
-    disable_envs_cache()  # an engine before this one has frozen what vLLM reads of the environment
-    # vLLM's first model runner forbids captures when it has made its own; its second never allows
-    # them again, and would refuse every engine after that in this process.
-    set_cudagraph_capturing_enabled(True)
-    # Torch frees a pool of graphs with its last graph; vLLM would capture into it again.
-    type(current_platform)._global_graph_pool = None
+    forget_engines()
     options = {
         "enforce_eager": True,
         "max_num_seqs": 8,
@@ -81,7 +93,10 @@ def engine(
         "seed": 0,
         **options,
     }
-    changing = _quickly if current_platform.is_cpu() else nullcontext
+    changing = nullcontext
+    if current_platform.is_cpu():
+        changing = quickly
+        options.setdefault("kv_cache_memory_bytes", KV_CACHE)
     with changing():
         try:
             llm = LLM(
@@ -135,6 +150,7 @@ def generate_by_both(
         attention_backend="SPARSEK",
         additional_config={"sparsek": settings},
         data_parallel_size=2,
+        kv_cache_memory_bytes=KV_CACHE,
         **{"enforce_eager": True, "dtype": "float32", "seed": 0, **options},
     )
     params = SamplingParams(

@@ -21,7 +21,11 @@ from tests.processes import SECONDS, wait_until
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
 MAX_LEN = 1024
-GPU_SHARE = "0.2"
+MEMORY = (
+    ("--gpu-memory-utilization", "0.2")
+    if torch.cuda.is_available()
+    else ("--kv-cache-memory-bytes", str(512 << 20))
+)
 
 
 def _has_distribution(name: str) -> bool:
@@ -81,7 +85,7 @@ def command(model: Path, port: int, *extra: str) -> list[str]:
         *start,
         *("--attention-backend", "SPARSEK", "--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", MODEL, "--max-model-len", str(MAX_LEN), "--enforce-eager"),
-        *(("--gpu-memory-utilization", GPU_SHARE) if torch.cuda.is_available() else ()),
+        *MEMORY,
         *extra,
     ]
 

@@ -63,7 +63,13 @@ def reference(smollm2: Path, prompts: list[list[int]]) -> Reference:
     """CPU_ATTN's answers with logprobs, and a check that it answered."""
     with (
         counted_forwards() as calls,
-        engine(smollm2, "CPU_ATTN", max_model_len=MAX_LEN, max_num_batched_tokens=2048) as llm,
+        engine(
+            smollm2,
+            "CPU_ATTN",
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=2048,
+            kv_cache_memory_bytes=512 << 20,
+        ) as llm,
     ):
         outputs = generate(llm, prompts, together=True, max_tokens=ANSWER, logprobs=5)
         probe = prompt_logprobs(llm, prompts[PROBE])

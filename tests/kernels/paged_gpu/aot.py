@@ -1,7 +1,8 @@
 """Ahead-of-time compilation of what the launchers would launch, with no GPU.
 
-Run as a script it prints one JSON line per kernel: registers, spilled bytes, shared memory.  It is
-a process of its own because kernels decorated under ``TRITON_INTERPRET=1`` cannot be compiled.
+Run as a script it prints one JSON line per kernel: registers, spilled bytes, shared memory; with
+``--each`` so for each line of options that it reads, and an empty line after them.  It is a process
+of its own because kernels decorated under ``TRITON_INTERPRET=1`` cannot be compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import functools
 import json
 import re
 import subprocess
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -415,7 +418,8 @@ def choice_launches(
     return seen
 
 
-def main() -> None:
+def parsed(words: list[str]) -> argparse.Namespace:
+    """What to compile."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--dtype", default="bfloat16")
@@ -429,7 +433,12 @@ def main() -> None:
     parser.add_argument("--cells", action="store_true")
     parser.add_argument("--choice", type=int, nargs="+", help="tokens of requests that choose")
     parser.add_argument("--indexer", choices=["infllm", "seer"])
-    args = parser.parse_args()
+    parser.add_argument("--each", action="store_true", help="compile by each line of the input")
+    return parser.parse_args(words)
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Print a line for each kernel that is launched."""
     shape = (args.arch, getattr(torch, args.dtype), args.head_dim, args.group)
     if args.sharded:
         seen = sharded_launches(args.arch)
@@ -449,4 +458,13 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    asked = parsed(sys.argv[1:])
+    if not asked.each:
+        compile_all(asked)
+    else:
+        for line in sys.stdin:
+            try:
+                compile_all(parsed(line.split()))
+            except Exception:
+                print(json.dumps({"error": traceback.format_exc()}))
+            print(flush=True)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import processes
+from tests.processes import ended
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -47,13 +49,40 @@ HOPPER = {"attend_hopper_kernel", "listed_masses_sm90_kernel", *SCORES}
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
-def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
-    """What ``aot.py`` reports of each kernel that it compiles."""
+Compiled = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    """What ``aot.py`` reports of each kernel: ``compiled(arch, *options)``, all by one process."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(HERE)])
-    done = processes.run(sys.executable, HERE / "aot.py", "--arch", arch, *options, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    log = tmp_path_factory.mktemp("aot") / "log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, HERE / "aot.py", "--each"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+
+    def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print("--arch", arch, *options, file=process.stdin, flush=True)
+        rows: list[dict[str, Any]] = []
+        for line in process.stdout:
+            if line == "\n":
+                assert all("error" not in row for row in rows), rows[-1]["error"]
+                return rows
+            rows.append(json.loads(line))
+        raise AssertionError(log.read_text())
+
+    with ended(process):
+        yield compiled
 
 
 @pytest.mark.parametrize(
@@ -68,7 +97,7 @@ def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
     ids=["sm80-d64", "sm90", "sm90-d64", "sm100", "sm90-fp8"],
 )
 def test_compiles_with_few_spills(
-    arch: int, options: tuple[str, ...], most_stack: int, kernels: set[str]
+    arch: int, options: tuple[str, ...], most_stack: int, kernels: set[str], compiled: Compiled
 ) -> None:
     rows = compiled(arch, *options)
     assert {row["kernel"] for row in rows} == kernels
@@ -78,7 +107,7 @@ def test_compiles_with_few_spills(
         assert row["shared"] <= SHARED[arch], row
 
 
-def test_decodes_over_the_pages_of_one_rank_compile() -> None:
+def test_decodes_over_the_pages_of_one_rank_compile(compiled: Compiled) -> None:
     rows = compiled(90, "--sharded")
     assert [row["kernel"] for row in rows].count("attend_kernel") == 3
     assert {row["kernel"] for row in rows} >= CHOICE
@@ -97,7 +126,9 @@ def test_decodes_over_the_pages_of_one_rank_compile() -> None:
     ],
     ids=["sm80", "sm86-d256", "sm90", "sm90-fp8", "sm100-fp16-d80"],
 )
-def test_attention_over_cells_compiles(arch: int, options: tuple[str, ...]) -> None:
+def test_attention_over_cells_compiles(
+    arch: int, options: tuple[str, ...], compiled: Compiled
+) -> None:
     rows = compiled(arch, "--cells", *options)
     assert [row["kernel"] for row in rows] == ["attend_kernel"] * 2
     for row in rows:
@@ -119,7 +150,11 @@ def test_attention_over_cells_compiles(arch: int, options: tuple[str, ...]) -> N
     ids=["sm80-d64-g8", "sm89", "sm86-fp32-d256", "sm90", "sm90-fp8-g7", "sm100-d64", "sm100"],
 )
 def test_choosing_by_records_compiles(
-    arch: int, tokens: tuple[int, ...], options: tuple[str, ...], kernels: set[str]
+    arch: int,
+    tokens: tuple[int, ...],
+    options: tuple[str, ...],
+    kernels: set[str],
+    compiled: Compiled,
 ) -> None:
     rows = compiled(arch, *options, "--choice", *map(str, tokens))
     assert {row["kernel"] for row in rows} == kernels
@@ -140,7 +175,9 @@ def test_choosing_by_records_compiles(
     ids=["sm80", "sm86-fp32-d256", "sm90", "sm90-fp16-d80", "sm100"],
 )
 @pytest.mark.parametrize("indexer", LEARNED)
-def test_learned_indexers_compile(indexer: str, arch: int, options: tuple[str, ...]) -> None:
+def test_learned_indexers_compile(
+    indexer: str, arch: int, options: tuple[str, ...], compiled: Compiled
+) -> None:
     # Which indexer chose is nothing to attention: its compilation, the longest, once is enough.
     attends = {"attend_kernel"} if arch == 90 else set()
     skipped = () if attends else ("--skip", "attend_kernel")
@@ -164,7 +201,7 @@ def test_learned_indexers_compile(indexer: str, arch: int, options: tuple[str, .
         (90, "float32", 64),
     ],
 )
-def test_scores_fit_any_gpu(arch: int, dtype: str, head_dim: int) -> None:
+def test_scores_fit_any_gpu(arch: int, dtype: str, head_dim: int, compiled: Compiled) -> None:
     options = ("--dtype", dtype, "--head-dim", str(head_dim), "--only", "part_scores_kernel")
     rows = compiled(arch, *options)
     assert rows

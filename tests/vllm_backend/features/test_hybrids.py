@@ -98,6 +98,7 @@ def test_shapes_of_the_benchmark(name: str, tmp_path: Path) -> None:
         dtype="bfloat16",
         load_format="dummy",
         max_model_len=131072,
+        kv_cache_memory_bytes=1 << 30,
         max_num_batched_tokens=256,
         skip_tokenizer_init=True,
     ) as llm:

@@ -96,8 +96,10 @@ def test_async_scheduling(llama: Path, prompts: list[list[int]], plain: list[lis
 def test_speculation(
     method: str, llama: Path, prompts: list[list[int]], dense: list[list[int]], tmp_path: Path
 ) -> None:
+    threads = torch.get_num_threads()
     found, counts = answers(llama, prompts, COVERING, **speculation(method, llama, tmp_path))
     assert found == dense
+    assert torch.get_num_threads() == threads, "later tests' threads would wait"
     assert counts["vllm:spec_decode_num_draft_tokens"] > 0
     if method == "draft_model":
         assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
