@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 
 from sparsek_kernels.common import torch_attention
+from sparsek_kernels.common.operators import new_lse
 from sparsek_kernels.common.precision import row_sums, without_autocast
 from sparsek_kernels.common.torch_attention import Part
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
@@ -63,8 +64,9 @@ def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -
 
 
 @without_autocast
-def forward(problem: SinkWindowProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
+def forward(problem: SinkWindowProblem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Fill ``out [B, N, Hq, D]`` and, where given, ``lse [B, Hq, N]``."""
+    lse = new_lse(problem.q) if lse is None else lse
     inputs, scale = (problem.q, problem.k, problem.v), problem.spec.softmax_scale
     torch_attention.forward(*inputs, _parts(problem), scale, out, lse, problem.sinks)
 
