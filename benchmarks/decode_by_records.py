@@ -24,12 +24,12 @@ from sparsek_backend.bench.registry import Case, Unavailable
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import make_timed, time_interleaved
 from sparsek_kernels.paged import PageRecords, SelectionPolicy, StepPolicy, paged_attention
+from sparsek_kernels.paged.attend.reference import attend_reference, list_logs
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.page_records.reference import choose_reference, list_error
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.reference import attend_reference, list_logs
 
 CASES = {
     "32x64k": "32q1s64k",
