@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-from sparsek_kernels.nsa import launching as launch_common
+from sparsek_kernels.nsa import config as launch_common
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config

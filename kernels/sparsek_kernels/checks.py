@@ -46,6 +46,19 @@ def check_tensor(
     return value
 
 
+def check_query(q: object) -> torch.Tensor:
+    """A query tensor ``[B, N, Hq, D]``.
+
+    Raises:
+        TypeError: no tensor, or a dtype that is not supported.
+        ValueError: a wrong rank or head size.
+    """
+    tensor = check_tensor("q", q, ("B", "N", "Hq", "D"), DTYPES)
+    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
+    return tensor
+
+
 def check_qkv(q: object, k: object, v: object) -> None:
     """Check ``q [B, N, Hq, D]`` and ``k`` and ``v`` ``[B, M, Hkv, D]`` of one dtype and device.
 
@@ -53,13 +66,11 @@ def check_qkv(q: object, k: object, v: object) -> None:
         TypeError: no tensor, or a wrong dtype.
         ValueError: a wrong shape or device, or KV heads that do not divide the query heads.
     """
-    q = check_tensor("q", q, ("B", "N", "Hq", "D"), DTYPES)
+    q = check_query(q)
     batch, _, num_heads, dim = q.shape
     k = check_tensor("k", k, (batch, "M", "Hkv", dim), (q.dtype,), q.device)
     check_tensor("v", v, k.shape, (q.dtype,), q.device)
     check_heads(num_heads, k.shape[2])
-    if not 1 <= dim <= MAX_HEAD_DIM:
-        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {dim}")
 
 
 def check_int(name: str, value: object, low: int) -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from sparsek_kernels.common import shapes
+from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
 
 BOX_GROUPS = (8, 16, 32, 64)
@@ -25,6 +26,12 @@ _TILED = (
 @dataclass(frozen=True)
 class ProblemShape(shapes.AttentionShape):
     """Sizes of one call, groups padded for tiles."""
+
+    @classmethod
+    def of(cls, q: torch.Tensor, num_k: int, num_kv_heads: int) -> ProblemShape:
+        """Sizes of a call with queries ``q [B, N, Hq, D]``."""
+        batch, num_q, num_heads, head_dim = q.shape
+        return cls(batch, num_q, num_k, num_heads, num_kv_heads, head_dim)
 
     @property
     def padded_group(self) -> int:
@@ -195,3 +202,8 @@ def select_config(shape: ProblemShape, top_n: int, dtype: torch.dtype, arch: int
         combine_hopper=TileConfig(64, 64, 4, 5, 128) if hopper else None,
         selected_bwd_hopper=TileConfig(128, 64, 8, 2) if hopper else None,
     )
+
+
+def launch_config(q: torch.Tensor, shape: ProblemShape, top_n: int) -> LaunchConfig:
+    """The table's configuration for ``q``'s dtype and device."""
+    return select_config(shape, top_n, q.dtype, device_arch(q.device))

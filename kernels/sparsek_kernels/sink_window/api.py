@@ -67,8 +67,9 @@ def sink_flash_attention(
         and 2.
     """
     key = None
-    if cu_seqlens_q is None and out is None and not torch.compiler.is_compiling():
-        key = replay_key(q, k, v, num_sink, window_size, causal, sinks, softmax_scale, return_lse)
+    plain = cu_seqlens_q is None and sinks is None and out is None
+    if plain and not torch.compiler.is_compiling():
+        key = replay_key(q, k, v, num_sink, window_size, causal, softmax_scale, return_lse)
         if key is not None:
             replayed = replay(key, q, k, v, return_lse)
             if replayed is not None:

@@ -23,14 +23,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.common import grids
-from sparsek_kernels.nsa import launching as launch_common
+from sparsek_kernels.nsa import config as launch_common
 from sparsek_kernels.nsa.compress import launch as launch_compress
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.gate.branches import PerBranch
+from sparsek_kernels.nsa.problem import PerBranch
 from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.select import launch_fused as launch_compressed_select
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd

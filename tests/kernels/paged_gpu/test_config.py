@@ -12,8 +12,8 @@ from sparsek_kernels.paged.config import (
     largest_part,
     next_power_of_2,
     shared_memory,
+    top_warps,
 )
-from sparsek_kernels.paged.index.config import top_warps
 from sparsek_kernels.paged.index.two_step.config import score_bytes, score_config
 
 ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])

@@ -7,8 +7,7 @@ from functools import cached_property
 
 import torch
 
-from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, launch_config
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 
@@ -40,7 +39,7 @@ class CompressedProblem:
     @cached_property
     def shape(self) -> ProblemShape:
         """Sizes, as the table of launch parameters takes them."""
-        return problem_shape(self.q, self.k_cmp.shape[2], self.seq_len)
+        return ProblemShape.of(self.q, self.seq_len, self.k_cmp.shape[2])
 
     @cached_property
     def config(self) -> LaunchConfig:

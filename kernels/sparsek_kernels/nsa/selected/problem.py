@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, launch_config
 
 MAX_SEL_BLOCK = 128
 """Largest selection block that the kernels hold on chip."""
@@ -46,7 +45,7 @@ class SelectedProblem:
     @cached_property
     def shape(self) -> ProblemShape:
         """Sizes, as the table of launch parameters takes them."""
-        return problem_shape(self.q, self.k.shape[2], self.k.shape[1])
+        return ProblemShape.of(self.q, *self.k.shape[1:3])
 
     @cached_property
     def config(self) -> LaunchConfig:

@@ -19,19 +19,6 @@ _GATHER_ELEMENTS = 1 << 22
 """Elements of K that one group of tiles may gather: bounds scratch, keeps it near the caches."""
 
 
-@dataclass(frozen=True)
-class SummaryIndex:
-    """Where the summaries of some sequences' first blocks are; shared by layers.
-
-    Args:
-        table: ``[T, W]`` int64 page table rows.
-        num_blocks: blocks to score.
-    """
-
-    table: torch.Tensor
-    num_blocks: int
-
-
 def not_competing(
     block: torch.Tensor, position: torch.Tensor, rule: SelectionPolicy
 ) -> torch.Tensor:
@@ -43,11 +30,19 @@ def not_competing(
 
 @dataclass(frozen=True)
 class TokenScoring:
-    """Scoring of single tokens, each a tile of its own (decodes)."""
+    """Scoring of single tokens, each a tile of its own (decodes).
 
-    index: SummaryIndex
-    future: torch.Tensor | None  # [T, 1, 1, blocks] bool: a token's own block and later ones
-    outside: torch.Tensor  # [T, 1, blocks] bool
+    Args:
+        table: ``[1 or T, W]`` int64 page table rows.
+        num_blocks: blocks to score, the first ones of the sequences.
+        future: ``[T, 1, blocks]`` bool, a token's own block and later ones; or ``None``.
+        outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
+    """
+
+    table: torch.Tensor
+    num_blocks: int
+    future: torch.Tensor | None
+    outside: torch.Tensor
 
 
 def plan_tokens(
@@ -56,13 +51,9 @@ def plan_tokens(
     """Index tensors to score ``T`` tokens.  table: ``[T, W]``; positions: ``[T]``."""
     own = positions // rule.sel_block_size
     block = torch.arange(int(own.max()))
-    future = block >= own[:, None]
+    future = (block >= own[:, None])[:, None]
     outside = not_competing(block, positions, rule)
-    return TokenScoring(
-        index=SummaryIndex(table, block.shape[0]),
-        future=future[:, None, None] if future.any() else None,
-        outside=outside,
-    )
+    return TokenScoring(table, block.shape[0], future if future.any() else None, outside)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.plan import (
-    TileGroup,
     TokenScoring,
     plan_decodes,
     plan_prefill,
@@ -32,14 +31,12 @@ class Tokens:
         positions: ``[T]`` int64.
         requests: ``[T]`` int64, of the segment's batch.
         scoring: which blocks they score.
-        group: the tiles that they are.
     """
 
     q: torch.Tensor
     positions: torch.Tensor
     requests: torch.Tensor
     scoring: TokenScoring
-    group: TileGroup
 
 
 Score = Callable[[Tokens], torch.Tensor]
@@ -79,9 +76,9 @@ def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> to
 
     if segment.decodes:
         plan = plan_decodes(batch, policy, operands.page_size)
-        if plan.scoring is not None and plan.group is not None:
+        if plan.scoring is not None:
             rows = q.index_select(0, plan.rows)
-            fill(plan.rows, Tokens(rows, plan.positions, plan.requests, plan.scoring, plan.group))
+            fill(plan.rows, Tokens(rows, plan.positions, plan.requests, plan.scoring))
         return chosen
     row = 0
     for request in range(batch.num_requests):
@@ -92,13 +89,8 @@ def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> to
             begin, end = max(first, prefill.dense_end, start), min(first + tiles, lengths[request])
             where = torch.arange(begin, end)
             part = q[token + begin - start : token + end - start]
-            tokens = Tokens(
-                part,
-                where,
-                torch.full_like(where, request),
-                plan_tokens(group.table, where, policy),
-                group,
-            )
+            scoring = plan_tokens(group.table, where, policy)
+            tokens = Tokens(part, where, torch.full_like(where, request), scoring)
             fill(slice(row + begin - start, row + end - start), tokens)
         row += counts[request]
     return chosen

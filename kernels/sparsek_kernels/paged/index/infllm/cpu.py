@@ -26,13 +26,13 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
     kept: dict[int, torch.Tensor] = {}  # the means of the request in hand, for all of its tokens
 
     def score(tokens: Tokens) -> torch.Tensor:
-        index, first = tokens.scoring.index, 0
+        scoring, first = tokens.scoring, 0
         q = unrotated(tokens.q, batch.rotation, tokens.positions)
-        scores = q.new_zeros(*q.shape[:2], index.num_blocks, dtype=torch.float32)
+        scores = q.new_zeros(*q.shape[:2], scoring.num_blocks, dtype=torch.float32)
         for request, run in groupby(tokens.requests.tolist()):
             rows = slice(first, first + len(list(run)))
             if request not in kept:
-                table = index.table[first if index.table.shape[0] > 1 else 0]
+                table = scoring.table[first if scoring.table.shape[0] > 1 else 0]
                 blocks = ceil_div(lengths[request], policy.sel_block_size)
                 means = semantic_kernels(operands.k_cache, table, blocks, policy, batch.rotation)
                 kept.clear()
@@ -40,7 +40,7 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
             found = infllm_scores(
                 q[rows], tokens.positions[rows], kept[request], policy, operands.softmax_scale
             )
-            blocks = min(found.shape[-1], index.num_blocks)
+            blocks = min(found.shape[-1], scoring.num_blocks)
             scores[rows, :, :blocks] = found[..., :blocks]
             first = rows.stop
         return scores
