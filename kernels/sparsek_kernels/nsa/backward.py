@@ -16,8 +16,9 @@ import torch
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.operators import new_like
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.gate.launch import gate_rows
-from sparsek_kernels.nsa.problem import GatedGradients, GatedProblem, PerBranch
+from sparsek_kernels.nsa.problem import GatedGradients, GatedProblem
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected
 from sparsek_kernels.sink_window import launch_sm90 as launch_sliding
 

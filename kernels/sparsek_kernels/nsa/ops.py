@@ -17,7 +17,8 @@ from sparsek_kernels.common.operators import (
 from sparsek_kernels.common.precision import compute_dtype
 from sparsek_kernels.nsa import torch_path
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
-from sparsek_kernels.nsa.problem import GatedGradients, GatedProblem, PerBranch
+from sparsek_kernels.nsa.gate.branches import PerBranch
+from sparsek_kernels.nsa.problem import GatedGradients, GatedProblem
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec

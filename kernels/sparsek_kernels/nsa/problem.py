@@ -9,18 +9,11 @@ from typing import NamedTuple
 import torch
 
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
-
-
-class PerBranch(NamedTuple):
-    """A tensor of the compressed, of the selected and of the sliding branch."""
-
-    cmp: torch.Tensor
-    slc: torch.Tensor
-    swa: torch.Tensor
 
 
 class GatedGradients(NamedTuple):

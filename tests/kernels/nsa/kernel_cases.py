@@ -25,7 +25,7 @@ from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.problem import PerBranch
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.select import launch_fused as launch_compressed_select
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd

@@ -9,12 +9,12 @@ import triton
 
 from sparsek_kernels.common.operators import new_like
 from sparsek_kernels.nsa.config import row_tile
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.gate.kernels.gate import (
     nsa_gate_bwd_kernel,
     nsa_gate_fwd_kernel,
     nsa_gate_rows_kernel,
 )
-from sparsek_kernels.nsa.problem import PerBranch
 
 _ROWS_TOKENS = 8  # tokens of a program of the row sums: it writes 32 bytes of a statistic
 
