@@ -78,7 +78,6 @@ class HopperBackward:
         dkdv_held: whether a warpgroup takes k and v to registers, where there is room: products of
             64 rows read as much of them as of the tiles, and shared memory is as busy as the
             tensor cores.
-        dq_held: what it takes there of q and dout: neither (0), q (1), both (2).
         shares: parts into which a multiprocessor's even share of the work for keys is divided; a
             program takes at most one such part, and longer lists of query blocks are cut.
         least_entries: query blocks that a program may take at least, however short its part.
@@ -87,7 +86,6 @@ class HopperBackward:
     dkdv_stages: int
     dq_stages: int
     dkdv_held: bool
-    dq_held: int = 2
     shares: int = 2
     least_entries: int = 16
 

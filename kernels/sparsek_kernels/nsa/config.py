@@ -60,8 +60,7 @@ class LaunchConfig:
         select: rows (tokens times heads) and selection blocks per step of the scores kernel.
         selected: rows per step of selected attention, block-major, forward.
         combine: rows of a program that adds up the parts of the block-major kernel.
-        selected_bwd: rows per step of the block-major backward kernel; from 128 rows on its scores
-            are kept rows first.
+        selected_bwd: rows per step of the block-major backward kernel.
         tokens: rows of a program of selected attention, token-major.
         token_major: whether the forward pass of selected attention is token-major.
         chunk_rows: tokens whose parts are held at once in the forward pass.

@@ -39,6 +39,17 @@ def _new_indices(q: torch.Tensor, k_cmp: torch.Tensor, top_n: int) -> torch.Tens
     return torch.empty(shape, dtype=torch.int32, device=q.device)
 
 
+def _new_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Uninitialised ``[B, rows, Hkv, D]`` beside ``x [B, M, Hkv, D]``."""
+    return x.new_empty((x.shape[0], rows, *x.shape[2:]))
+
+
+def _new_means(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
+) -> torch.Tensor:
+    return _new_rows(x, compressed_rows(cu_seqlens, x.shape[1], spec[0], spec[1]))
+
+
 # --- mean pooling -------------------------------------------------------------------------------
 
 
@@ -47,17 +58,12 @@ def mean_pool(
     x: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
 ) -> torch.Tensor:
     """Means of the compressed blocks of ``x [B, M, Hkv, D]``: ``[B, C, Hkv, D]``."""
-    rules = NSASpec(*spec)
-    rows = compressed_rows(cu_seqlens, x.shape[1], rules.cmp_block_size, rules.cmp_stride)
-    out = x.new_empty((x.shape[0], rows, *x.shape[2:]))
-    _passes(x).mean_pool_forward(x, out, cu_seqlens, rules)
+    out = _new_means(x, cu_seqlens, spec)
+    _passes(x).mean_pool_forward(x, out, cu_seqlens, NSASpec(*spec))
     return out
 
 
-@mean_pool.register_fake
-def _(x: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: Sequence[int]) -> torch.Tensor:
-    rows = compressed_rows(cu_seqlens, x.shape[1], spec[0], spec[1])
-    return x.new_empty((x.shape[0], rows, *x.shape[2:]))
+mean_pool.register_fake(_new_means)
 
 
 @torch.library.custom_op("sparsek::nsa_mean_pool_bwd", mutates_args=())
@@ -65,14 +71,12 @@ def mean_pool_bwd(
     dout: torch.Tensor, num_tokens: int, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
 ) -> torch.Tensor:
     """Gradient of the pooled tensor's input, ``[B, num_tokens, Hkv, D]``."""
-    dx = dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
+    dx = _new_rows(dout, num_tokens)
     _passes(dout).mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
     return dx
 
 
-@mean_pool_bwd.register_fake
-def _(dout: torch.Tensor, num_tokens: int, *_: object) -> torch.Tensor:
-    return dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
+mean_pool_bwd.register_fake(lambda dout, num_tokens, *_: _new_rows(dout, num_tokens))
 
 
 def _mean_pool_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -187,9 +191,7 @@ def selected_gated(
     return out
 
 
-@selected_gated.register_fake
-def _(out_cmp: torch.Tensor, *_: object) -> torch.Tensor:
-    return new_like(out_cmp)
+selected_gated.register_fake(lambda out_cmp, *_: new_like(out_cmp))
 
 
 _BRANCHES = (
@@ -216,9 +218,7 @@ def branches(
     return out
 
 
-@branches.register_fake
-def _(outs: Sequence[torch.Tensor], *_: object) -> torch.Tensor:
-    return new_like(outs[0])
+branches.register_fake(lambda outs, *_: new_like(outs[0]))
 
 
 def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradients:

@@ -90,7 +90,6 @@ class LaunchPlan:
             **self.problem.portable_rules,
             "BLOCK_E": self.problem.tile_tokens(tile.block_m),
             **tile.pipeline,
-            "maxnreg": tile.max_registers,
         }
 
     def sm90_options(self, tile: TileConfig, registers: int | None) -> dict[str, Any]:
