@@ -12,12 +12,7 @@ import torch
 
 from sparsek_kernels.checks import DTYPES, check_int, check_query, check_scale, check_tensor
 from sparsek_kernels.nsa import ops
-from sparsek_kernels.nsa.checks import (
-    check_indices,
-    check_lengths,
-    check_pair,
-    check_sequences,
-)
+from sparsek_kernels.nsa.checks import check_indices, check_lengths, check_pair, check_sequences
 from sparsek_kernels.nsa.compress.mlp import PhiWeights, phi_compress
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
@@ -388,15 +383,9 @@ def nsa_attention(
     query, key, value = q.detach(), k.detach(), v.detach()
     # The sliding branch is first: the GPU is busy with it while the host prepares the others.
     out_swa, lse_swa = sink_flash_attention(
-        query,
-        k_swa.detach(),
-        v_swa.detach(),
-        window_size=window_size,
-        softmax_scale=scale,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        return_lse=True,
-    )
+        query, k_swa.detach(), v_swa.detach(), window_size=window_size, softmax_scale=scale,
+        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True,
+    )  # fmt: skip
     if k_cmp is None or v_cmp is None:
         k_cmp, v_cmp = nsa_compress(
             k, v, cmp_block_size=cmp_block_size, cmp_stride=cmp_stride, cu_seqlens=cu_seqlens

@@ -10,12 +10,7 @@ MAX_GROUP = 64
 
 
 def check_sequences(cu_seqlens: torch.Tensor, total: int, device: torch.device) -> None:
-    """Check offsets of one packed sequence or more.
-
-    Raises:
-        TypeError: no int32 tensor.
-        ValueError: wrong shape, device, or offsets that do not ascend from 0 to ``total``.
-    """
+    """Check offsets of one packed sequence or more."""
     check_offsets("cu_seqlens", cu_seqlens, total, device)
     if cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected two offsets or more, got {cu_seqlens.shape[0]}")
@@ -28,11 +23,6 @@ def check_pair(
 
     Args:
         branch: what ends the names of both.
-
-    Raises:
-        TypeError: no tensor, or another dtype than ``q``.
-        ValueError: a shape or device that does not go with ``q``, or values unlike the keys.
-        NotImplementedError: more query heads per KV head than the kernels take.
     """
     shape = (q.shape[0], rows, "Hkv", q.shape[3])
     keys = check_tensor(f"k{branch}", k, shape, (q.dtype,), q.device)
@@ -46,11 +36,7 @@ def check_pair(
 
 
 def check_lengths(q: torch.Tensor, num_keys: int, cu_seqlens: torch.Tensor | None) -> None:
-    """Queries are the last tokens of the keys; packed sequences have as many of both.
-
-    Raises:
-        ValueError: more queries than keys, or packed inputs that differ or are batched.
-    """
+    """Queries are the last tokens of the keys; packed sequences have as many of both."""
     if cu_seqlens is None:
         if q.shape[1] > num_keys:
             raise ValueError(
@@ -75,12 +61,7 @@ def check_indices(
     cu_seqlens: torch.Tensor | None,
     values: bool,
 ) -> torch.Tensor:
-    """Selected blocks ``[B, N, Hkv, S]`` int32; ``values`` also checks what they hold.
-
-    Raises:
-        TypeError: no int32 tensor.
-        ValueError: a wrong shape; with ``values``, an index out of range or a duplicate.
-    """
+    """Selected blocks ``[B, N, Hkv, S]`` int32; ``values`` also checks what they hold."""
     indices = check_tensor(
         "block_indices",
         block_indices,

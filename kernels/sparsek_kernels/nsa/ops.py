@@ -253,18 +253,9 @@ def branches_bwd(
     outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, spec, *rest = inputs
     outs, lses, gates, keys, values = (PerBranch(*x) for x in (outs, lses, gates, keys, values))
     problem = GatedProblem(
-        outs,
-        lses,
-        gates,
-        q,
-        keys,
-        values,
-        block_indices,
-        seq_len,
-        cu_seqlens,
-        NSASpec(*spec),
+        outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, NSASpec(*spec),
         *rest,
-    )
+    )  # fmt: skip
     found = None
     if runs_kernels(q):
         from sparsek_kernels.nsa.backward import backward

@@ -17,15 +17,8 @@ _REST = (
 )
 
 
-def _problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    *scalars: Any,
-) -> SinkWindowProblem:
+def _problem(*inputs: Any) -> SinkWindowProblem:
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *scalars = inputs
     return SinkWindowProblem(q, k, v, AttentionSpec(*scalars), sinks, cu_seqlens_q, cu_seqlens_k)
 
 

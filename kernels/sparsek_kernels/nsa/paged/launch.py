@@ -21,12 +21,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.attend.launch import attend_segment
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.config import (
-    choose_splits,
-    largest_part,
-    most_splits,
-    next_power_of_2,
-)
+from sparsek_kernels.paged.config import choose_splits, largest_part, most_splits, next_power_of_2
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.cpu.plan import (
-    TokenScoring,
-    plan_decodes,
-    plan_prefill,
-    plan_tokens,
-)
+from sparsek_kernels.paged.cpu.plan import TokenScoring, plan_decodes, plan_prefill, plan_tokens
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy

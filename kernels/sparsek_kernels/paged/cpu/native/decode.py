@@ -148,29 +148,12 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
     starts = accumulate((4 * size for size in sizes[:-1]), initial=scratch.data_ptr())
     arguments = _ARGUMENTS.pack(
-        lists,
-        heads,
-        group,
-        rows,
-        dim,
-        operands.k_cache.shape[2],
-        threads,
-        splits,
-        sized.blocks,
-        sized.picks,
-        scores,
-        operands.softmax_scale,
-        *_rows(q),
-        *_rows(result),
-        *_rows(operands.k_cache),
-        *_rows(operands.v_cache),
-        *_summary(operands.summary if sized.picks else None),
-        table.data_ptr(),
-        table.stride(0),
-        sized.plan.data_ptr(),
-        0 if sink_logits is None else sink_logits.data_ptr(),
-        *starts,
-    )
+        lists, heads, group, rows, dim, operands.k_cache.shape[2], threads, splits,
+        sized.blocks, sized.picks, scores, operands.softmax_scale,
+        *_rows(q), *_rows(result), *_rows(operands.k_cache), *_rows(operands.v_cache),
+        *_summary(operands.summary if sized.picks else None), table.data_ptr(), table.stride(0),
+        sized.plan.data_ptr(), 0 if sink_logits is None else sink_logits.data_ptr(), *starts,
+    )  # fmt: skip
     built.sparsek_decode(arguments)
     if result is not out:
         out.copy_(result)

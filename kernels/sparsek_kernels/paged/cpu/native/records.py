@@ -42,16 +42,9 @@ def write_records(k_cache: torch.Tensor, k_summary: torch.Tensor, segments: torc
         return
     segments = segments.contiguous()
     arguments = _ARGUMENTS.pack(
-        segments.numel(),
-        heads,
-        dim,
-        page_size // SEGMENT,
-        torch.get_num_threads(),
+        segments.numel(), heads, dim, page_size // SEGMENT, torch.get_num_threads(),
         segments.data_ptr(),
-        k_cache.data_ptr(),
-        *k_cache.stride()[:3],
-        k_cache.dtype == torch.bfloat16,
-        k_summary.data_ptr(),
-        *k_summary.stride()[:2],
-    )
+        k_cache.data_ptr(), *k_cache.stride()[:3], k_cache.dtype == torch.bfloat16,
+        k_summary.data_ptr(), *k_summary.stride()[:2],
+    )  # fmt: skip
     built.sparsek_records(arguments)

@@ -70,10 +70,6 @@ def check_gates(gates: Gates, k_cache: torch.Tensor, num_heads: int | None = Non
     Args:
         k_cache: ``[num_pages, Hkv, page_size, D]``.
         num_heads: query heads; ``None`` where no queries come.
-
-    Raises:
-        TypeError: a tensor that is not float32.
-        ValueError: a wrong shape, device or layout.
     """
     _, heads, _, dim = k_cache.shape
     group = "G" if num_heads is None else num_heads // heads
