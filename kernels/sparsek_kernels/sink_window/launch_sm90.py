@@ -130,16 +130,13 @@ def backward(
 ) -> None:
     """Run the fused backward kernel: fill ``dk`` and ``dv``, add the unscaled ``dq`` to ``dq_acc``.
 
+    Inputs and ``dout`` are ``describable``, ``lse`` and ``delta`` contiguous; ``dv`` has the
+    strides of ``dk``.
+
     Args:
-        problem: inputs, ``describable``.
-        tile: tile of the kernel.
         heads_together: KV heads that programs work on side by side.
         dq_acc: fp32 ``[B, Hq, N, D]``: a :func:`new_accumulator`, zeros, or a sum to add to.
-        dk: ``[B, M, Hkv, D]``.
-        dv: ``[B, M, Hkv, D]``, with the strides of ``dk``.
-        dout: ``[B, N, Hq, D]``, ``describable``.
-        lse: ``[B, Hq, N]``, contiguous.
-        delta: ``[B, Hq, N]`` row sums of ``out * dout``, contiguous.
+        delta: ``[B, Hq, N]`` row sums of ``out * dout``.
         sink_grads: ``dk`` and ``dv`` of sink keys, from queries whose window has passed them.
         compressed: given where keys are compressed blocks of tokens; ``dk`` and ``dv`` are then
             the gradients from the first segment of queries.

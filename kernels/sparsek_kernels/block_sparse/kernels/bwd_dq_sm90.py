@@ -244,33 +244,23 @@ def block_sparse_hopper_dq_kernel(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
-                    col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
-                    num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
-                    STAGES, 0,
-                ),
-            ),
-            (
-                _compute_partition,
-                (
-                    dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
-                    col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
-                    num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
-                    STAGES, 1,
-                ),
-            ),
-            (
-                _load_partition,
-                (
-                    q_desc, g_desc, k_desc, v_desc, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
-                    col_ptr, num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
-                    GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES,
-                ),
-            ),
+            (_compute_partition, (
+                dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
+                col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
+                num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
+                STAGES, 0,
+            )),
+            (_compute_partition, (
+                dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
+                col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
+                num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
+                STAGES, 1,
+            )),
+            (_load_partition, (
+                q_desc, g_desc, k_desc, v_desc, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
+                col_ptr, num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
+                GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES,
+            )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip
