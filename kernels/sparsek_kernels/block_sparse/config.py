@@ -9,17 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class ProblemShape:
-    """Sizes of one call.
+    """Sizes of one call; patterns share the query heads evenly.
 
-    Args:
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_dim: elements of a head.
-        block_size: tokens along a side of a block.
-        num_patterns: patterns, which share the query heads evenly.
-        num_k: keys, or 0 where their number does not matter.
-        masked: whether some keys or queries are padding.
-        dropout: whether weights are dropped.
+    ``num_k`` is 0 where it does not matter; ``masked`` says that keys or queries may be padding.
     """
 
     num_heads: int
@@ -94,14 +86,8 @@ class HopperBackward:
 class LaunchConfig:
     """Launch parameters of every kernel of a call.
 
-    Args:
-        forward: tile of the forward kernel.
-        dkdv: tile of the kernel for keys and values.
-        dq: tile of the kernel for queries.
-        precision: input precision of dot products.
-        hopper_stages: pipeline depth of the warp-specialised forward kernel, where that one is
-            used.
-        hopper_backward: parameters of the warp-specialised backward kernels, where those are used.
+    ``hopper_stages`` is the pipeline depth of the warp-specialised forward kernel; what starts
+    with ``hopper`` is ``None`` where such kernels are not used.
     """
 
     forward: TileConfig
@@ -178,12 +164,9 @@ def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
 
 
 def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:
-    """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
+    """Launch parameters for ``shape`` and the dtype of q, k and v.
 
-    Args:
-        shape: sizes of the call.
-        dtype: dtype of q, k and v.
-        arch: ten times the compute capability; unknown values get the portable default.
+    ``arch`` is ten times the compute capability; unknown ones get the portable default.
     """
     dim = shape.padded_dim
     if dtype == torch.float32:

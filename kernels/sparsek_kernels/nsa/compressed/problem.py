@@ -14,17 +14,9 @@ from sparsek_kernels.nsa.spec import NSASpec
 
 @dataclass(frozen=True, eq=False)
 class CompressedProblem:
-    """Queries, compressed keys and values, and the rules of one call.
+    """Checked inputs of one call, as ``compressed_attention`` names them.
 
-    Args:
-        q: ``[B, N, Hq, D]``, the last N tokens.
-        k_cmp: ``[B, C, Hkv, D]``.
-        v_cmp: ``[B, C, Hkv, D]``; selection does not read it.
-        seq_len: tokens that were compressed, M.
-        cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
-        spec: block sizes and counts.
-        softmax_scale: factor of ``q . k``.
-        tuned: launch parameters instead of the table's.
+    Selection does not read ``v_cmp``; ``tuned`` are launch parameters instead of the table's.
     """
 
     q: torch.Tensor

@@ -30,13 +30,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A problem and the inverse index of its selection.
-
-    Args:
-        problem: the call.
-        index: which queries chose each block.
-        together: chunks of ``index`` that one launch serves.
-    """
+    """A problem and the inverse index of its selection, ``together`` chunks of it in a launch."""
 
     problem: SelectedProblem
     index: InverseIndex
