@@ -41,21 +41,12 @@ class ProblemShape:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters of one kernel.
+    """Launch parameters of one kernel."""
 
-    Args:
-        rows: tokens that a program owns of a block, dividing the block.
-        pack: heads of a group that it owns.
-        own: ``rows x pack`` rounded up to a power of two.
-        step: tokens of the other side that it takes at a time.
-        num_warps: warps.
-        num_stages: pipeline depth.
-    """
-
-    rows: int
-    pack: int
-    own: int
-    step: int
+    rows: int  # tokens that a program owns of a block, dividing the block
+    pack: int  # heads of a group that it owns
+    own: int  # ``rows x pack`` rounded up to a power of two
+    step: int  # tokens of the other side that it takes at a time
     num_warps: int
     num_stages: int
 

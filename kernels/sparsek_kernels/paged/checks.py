@@ -141,11 +141,7 @@ def check_batch(
 ) -> None:
     """Check once per batch what the host knows of it; no device is waited for.
 
-    Args:
-        q: ``[T, Hq, D]``, the queries.
-        batch: the requests.
-        k_cache: ``[num_pages, Hkv, page_size, D]``.
-        shared: whether other ranks may have pages, for which -1 stands.
+    Other ranks may have pages of a ``shared`` cache: -1 stands for them.
     """
     if batch.query_lens_host is None and batch.cu_seqlens_q.device.type != "cpu":
         return

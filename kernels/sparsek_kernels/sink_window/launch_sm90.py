@@ -85,19 +85,14 @@ def forward_small(
 class CompressedKeys:
     """Keys that stand for blocks of tokens; their queries are taken in segments.
 
-    Args:
-        block_size: tokens of a key.
-        stride: tokens from one key to the next.
-        num_segments: segments of queries; each writes its own gradients of keys and values.
-        segment_rows: queries of a segment, a multiple of the tokens of a tile of keys.
-        gradient_stride: elements between the gradients of two neighbouring segments.
+    Each segment writes its own gradients of keys and values.
     """
 
-    block_size: int
-    stride: int
+    block_size: int  # tokens of a key
+    stride: int  # tokens from one key to the next
     num_segments: int
-    segment_rows: int
-    gradient_stride: int
+    segment_rows: int  # queries of a segment, a multiple of the tokens of a tile of keys
+    gradient_stride: int  # elements between the gradients of two neighbouring segments
 
 
 def _overwrites(problem: SinkWindowProblem, tile: TileConfig) -> bool:

@@ -30,19 +30,12 @@ def not_competing(
 
 @dataclass(frozen=True)
 class TokenScoring:
-    """Scoring of single tokens, each a tile of its own (decodes).
+    """Scoring of single tokens, each a tile of its own (decodes)."""
 
-    Args:
-        table: ``[1 or T, W]`` int64 page table rows.
-        num_blocks: blocks to score, the first ones of the sequences.
-        future: ``[T, 1, blocks]`` bool, a token's own block and later ones; or ``None``.
-        outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
-    """
-
-    table: torch.Tensor
-    num_blocks: int
-    future: torch.Tensor | None
-    outside: torch.Tensor
+    table: torch.Tensor  # [1 or T, W] int64 page table rows
+    num_blocks: int  # blocks to score, the first ones of the sequences
+    future: torch.Tensor | None  # [T, 1, blocks] bool, a token's own block and later ones
+    outside: torch.Tensor  # [T, 1, blocks] bool, blocks that do not compete
 
 
 def plan_tokens(
@@ -60,22 +53,16 @@ def plan_tokens(
 class TileGroup:
     """Tiles that attend equally many blocks: selected ones, then sinks, then local ones.
 
-    Args:
-        table: ``[1 or T, W]`` int64 page table rows.
-        forced: ``[T, 1, sinks + locals]`` int64 blocks.
-        num_keys: keys of a tile, up to the last one that any query sees.
-        bias: ``[1 or T, 1, Q, num_keys]``, 0 or -inf, over the keys in the order above; ``None``
-            where every query sees them all.
-        stale: ``[T, 1, last keys, 1]`` bool, keys past the sequence's end; or ``None``.
-        num_blocks: blocks of the longest sequence.
+    ``bias [1 or T, 1, Q, num_keys]`` is 0 or -inf over the keys in that order, ``None`` where every
+    query sees them all.
     """
 
-    table: torch.Tensor
-    forced: torch.Tensor
-    num_keys: int
+    table: torch.Tensor  # [1 or T, W] int64 page table rows
+    forced: torch.Tensor  # [T, 1, sinks + locals] int64 blocks
+    num_keys: int  # of a tile, up to the last one that any query sees
     bias: torch.Tensor | None
-    stale: torch.Tensor | None
-    num_blocks: int
+    stale: torch.Tensor | None  # [T, 1, last keys, 1] bool, keys past the sequence's end
+    num_blocks: int  # of the longest sequence
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
     _located: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False

@@ -19,14 +19,7 @@ NOTHING = 1 << 40
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens that choose, each for itself.
-
-    Args:
-        q: ``[T, Hkv, G, D]``.
-        positions: ``[T]`` int64.
-        requests: ``[T]`` int64, of the segment's batch.
-        scoring: which blocks they score.
-    """
+    """Tokens that choose, each for itself: ``q [T, Hkv, G, D]``, and int64 ``[T]`` of each."""
 
     q: torch.Tensor
     positions: torch.Tensor
@@ -39,14 +32,10 @@ Score = Callable[[Tokens], torch.Tensor]
 
 
 def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` best blocks, ascending; ties go to the lower index.
+    """The ``count`` best blocks, ``[T, Hkv, at most count]`` int64, ascending.
 
-    Args:
-        scores: ``[T, Hkv, blocks]``, not negative, overwritten.
-        outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
-
-    Returns:
-        ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer.
+    Ties go to the lower index; :data:`NOTHING` stands where there are fewer.  ``scores
+    [T, Hkv, blocks]``, not negative, are overwritten; blocks ``outside`` do not compete.
     """
     scores.masked_fill_(outside, -1.0)
     ranked, blocks = torch.sort(scores, dim=-1, descending=True, stable=True)
@@ -55,10 +44,9 @@ def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.
 
 
 def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> torch.Tensor:
-    """Indices of single tokens: of decodes, or of prefills whose tiles are single tokens.
+    """Indices ``[tokens, Hkv, scored_blocks]`` of single tokens, -1 where all is seen.
 
-    Returns:
-        ``[tokens, Hkv, scored_blocks]`` int32, -1 where a token sees everything.
+    They are of decodes, or of prefills whose tiles are single tokens.
     """
     batch, policy = segment.batch, segment.policy
     q = operands.q.unflatten(1, (operands.heads, -1))

@@ -57,12 +57,7 @@ def semantic_kernels(
 ) -> torch.Tensor:
     """Means ``[Hkv, kernels, D]`` float32 of 32 keys every 16, which lie in the first ``blocks``.
 
-    Those past the sequence's end are undefined.
-
-    Args:
-        k_cache: ``[P, Hkv, page_size, D]``.
-        table: ``[W]`` int64 page table row.
-        rotation: of the batch; the means are of keys turned back by it.
+    They are of keys turned back by ``rotation``; those past the sequence's end are undefined.
     """
     size = rule.sel_block_size
     reader = block_reader(k_cache, size)
@@ -84,9 +79,7 @@ def infllm_scores(
 ) -> torch.Tensor:
     """Scores of all but a sequence's last block for its tokens, ``[T, Hkv, blocks]`` float32.
 
-    Args:
-        q: ``[T, Hkv, G, D]`` at the positions ``where`` ``[T]``.
-        kernels: ``[Hkv, n, D]`` of :func:`semantic_kernels`, up to the last token's at least.
+    ``q [T, Hkv, G, D]`` is at the positions ``where``; ``kernels`` reach the last token at least.
     """
     per_block = rule.sel_block_size // CELL_SIZE
     last_key = torch.arange(kernels.shape[1]) * CELL_SIZE + 2 * CELL_SIZE - 1

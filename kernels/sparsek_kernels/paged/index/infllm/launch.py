@@ -55,11 +55,7 @@ def averages(call: Selection) -> int:
 
 
 def block_scores(call: Selection, step: Step, most: int) -> Scores:
-    """Scores ``[step.count, Hkv, call.width]`` of a step's tokens.
-
-    Args:
-        most: tokens of the largest step, for which there is room.
-    """
+    """Scores ``[step.count, Hkv, call.width]`` of a step's tokens, with room for ``most``."""
     q, batch, policy = call.q, call.batch, call.policy
     page_size = call.k_cache.shape[2]
     num_heads, dim = q.shape[1:]

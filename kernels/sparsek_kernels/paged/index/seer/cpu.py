@@ -50,12 +50,7 @@ def gate_queries(
 def gate_keys(
     keys: torch.Tensor, first: torch.Tensor, gates: Gates, rotation: torch.Tensor | None
 ) -> torch.Tensor:
-    """Gate keys ``[n, Hkv, D]`` float32 of whole blocks.
-
-    Args:
-        keys: ``[n, Hkv, size, D]``.
-        first: ``[n]`` position of each block's first token.
-    """
+    """Gate keys ``[n, Hkv, D]`` float32 of blocks ``keys [n, Hkv, size, D]`` from ``first`` on."""
     size = keys.shape[2]
     positions = (first[:, None] + torch.arange(size)).flatten()
     plain = unrotated(keys.transpose(1, 2).flatten(0, 1), rotation, positions).float()
@@ -84,10 +79,7 @@ def write_gate_keys_eager(
 def gate_scores(queries: torch.Tensor, kept: torch.Tensor, scoring: TokenScoring) -> torch.Tensor:
     """Scores of the first blocks of tokens' sequences, ``[T, Hkv, blocks]`` float32.
 
-    Args:
-        queries: ``[T, Hkv, D]`` of :func:`gate_queries`.
-        kept: ``[num_pages, Hkv, blocks of a page, D]``, the gate keys.
-        scoring: whose blocks, and how many.
+    ``queries`` are of :func:`gate_queries`, ``kept`` the pages' gate keys.
     """
     count = scoring.num_blocks
     pages = scoring.table[:, : ceil_div(count, kept.shape[2])]

@@ -59,11 +59,7 @@ def select(operands: PagedOperands, segment: Segment, gates: Gates) -> torch.Ten
 
 
 def gate_logits(call: Selection, step: Step, most: int, gates: Gates) -> Scores:
-    """Logits ``[step.count, Hkv, call.width]``, in base 2, of a step's tokens.
-
-    Args:
-        most: tokens of the largest step, for which there is room.
-    """
+    """Base-2 logits ``[step.count, Hkv, call.width]`` of a step's tokens; room is for ``most``."""
     q, batch, policy, heads = call.q, call.batch, call.policy, call.heads
     page_size, dim = call.k_cache.shape[2], q.shape[2]
     kept = view_gate_keys(call.operands.summary, page_size, policy.sel_block_size, dim)
