@@ -1,4 +1,8 @@
-"""Argument checks that name the argument, what was expected and what came."""
+"""Argument checks that name the argument, what was expected and what came.
+
+A wrong type or dtype is a TypeError, a wrong shape, device or value a ValueError, and what kernels
+do not take a NotImplementedError: here and in the checks of every family.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Check rank, fixed sizes (the integers of ``shape``), dtype and device of a tensor.
-
-    Raises:
-        TypeError: ``value`` is no tensor, or its dtype is not one of ``dtypes``.
-        ValueError: rank, a size or the device differs.
-    """
+    """Check rank, fixed sizes (the integers of ``shape``), dtype and device of a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     matches = value.dim() == len(shape)
@@ -46,29 +45,25 @@ def check_tensor(
     return value
 
 
-def check_qkv(q: object, k: object, v: object) -> None:
-    """Check ``q [B, N, Hq, D]`` and ``k`` and ``v`` ``[B, M, Hkv, D]`` of one dtype and device.
+def check_query(q: object) -> torch.Tensor:
+    """A query tensor ``[B, N, Hq, D]``."""
+    tensor = check_tensor("q", q, ("B", "N", "Hq", "D"), DTYPES)
+    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
+    return tensor
 
-    Raises:
-        TypeError: no tensor, or a wrong dtype.
-        ValueError: a wrong shape or device, or KV heads that do not divide the query heads.
-    """
-    q = check_tensor("q", q, ("B", "N", "Hq", "D"), DTYPES)
+
+def check_qkv(q: object, k: object, v: object) -> None:
+    """Check ``q [B, N, Hq, D]`` and ``k`` and ``v`` ``[B, M, Hkv, D]`` of one dtype and device."""
+    q = check_query(q)
     batch, _, num_heads, dim = q.shape
     k = check_tensor("k", k, (batch, "M", "Hkv", dim), (q.dtype,), q.device)
     check_tensor("v", v, k.shape, (q.dtype,), q.device)
     check_heads(num_heads, k.shape[2])
-    if not 1 <= dim <= MAX_HEAD_DIM:
-        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {dim}")
 
 
 def check_int(name: str, value: object, low: int) -> None:
-    """Check an integer, ``low`` or more.
-
-    Raises:
-        TypeError: no int.
-        ValueError: less than ``low``.
-    """
+    """Check an integer, ``low`` or more."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < low:
@@ -76,11 +71,7 @@ def check_int(name: str, value: object, low: int) -> None:
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The factor of ``q . k``, ``head_dim ** -0.5`` by default.
-
-    Raises:
-        ValueError: not a finite number above zero.
-    """
+    """The factor of ``q . k``, ``head_dim ** -0.5`` by default."""
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     if not 0.0 < scale < math.inf:  # a symbol, where torch.compile makes sizes dynamic
         raise ValueError(f"softmax_scale: expected a finite number > 0, got {softmax_scale}")
@@ -88,14 +79,11 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def check_offsets(name: str, offsets: object, total: int, device: torch.device) -> None:
-    """Check offsets of packed sequences; their values once per tensor, which waits for the device.
+    """Check int32 offsets of packed sequences, which ascend from 0 to ``total``.
 
-    Values are not checked while compiling and while a CUDA graph is captured.  A tensor that was
-    changed in place is checked again; tensors of inference mode do not record such changes.
-
-    Raises:
-        TypeError: no int32 tensor.
-        ValueError: a wrong shape or device, or offsets that do not ascend from 0 to ``total``.
+    Values are checked once per tensor, which waits for the device: not while compiling and not
+    while a CUDA graph is captured.  A tensor that was changed in place is checked again; tensors of
+    inference mode do not record such changes.
     """
     tensor = check_tensor(name, offsets, ("sequences + 1",), (torch.int32,), device)
     if tensor.shape[0] < 1:
@@ -117,11 +105,7 @@ def check_offsets(name: str, offsets: object, total: int, device: torch.device) 
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> int:
-    """Query heads per KV head.
-
-    Raises:
-        ValueError: there are none, or the KV heads do not divide the query heads.
-    """
+    """Query heads per KV head, of which they are a multiple."""
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"q: expected a multiple of num_kv_heads={num_kv_heads} query heads, got {num_heads}"

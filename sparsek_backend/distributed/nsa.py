@@ -23,8 +23,8 @@ from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.distributed.nsa_calls import NSACall, NSASettings
 from sparsek_backend.distributed.nsa_plan import NSAPlan, plan_nsa
 from sparsek_kernels import nsa_compress
-from sparsek_kernels.checks import DTYPES, check_int, check_scale, check_tensor
-from sparsek_kernels.nsa.checks import check_like_keys, check_query
+from sparsek_kernels.checks import DTYPES, check_int, check_query, check_scale, check_tensor
+from sparsek_kernels.nsa.checks import check_pair
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.spec import NSASpec
 
@@ -96,7 +96,7 @@ def _check(
     """Check the tensors of a call and return them."""
     check_query(q)
     check_shard("q", q, layout)
-    check_like_keys("k", k, q, q.shape[1])
+    check_pair(k, v, q, rows=q.shape[1])
     like = {"v": v}
     if compression is not None:
         like |= {"compression.k": compression.k, "compression.v": compression.v}

@@ -67,19 +67,7 @@ def context_parallel_sink_flash_attention(
     channel = channel_of(mesh)
     with channel.agreed() as facts:
         facts["layout"] = layout
-        spec = check_arguments(
-            q,
-            k,
-            v,
-            num_sink=num_sink,
-            window_size=window_size,
-            causal=causal,
-            sinks=sinks,
-            softmax_scale=softmax_scale,
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            out=None,
-        )
+        spec = check_arguments(q, k, v, num_sink, window_size, causal, sinks, softmax_scale)
         check_shard("q", q, layout)
         check_shard("k", k, layout)
         tracked = (q, k, v) if sinks is None else (q, k, v, sinks)

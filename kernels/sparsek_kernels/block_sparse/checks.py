@@ -14,12 +14,7 @@ from sparsek_kernels.common.dropout import drop_threshold
 def check_arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Any, softmax_scale: float | None
 ) -> tuple[BlockStructure, float]:
-    """The structure of the pattern and the scale, after the arguments were checked.
-
-    Raises:
-        TypeError: a wrong type or dtype.
-        ValueError: a wrong shape, device or value.
-    """
+    """The structure of the pattern and the scale, after the arguments were checked."""
     check_qkv(q, k, v)
     scale = check_scale(softmax_scale, q.shape[3])
     structure = structure_of(pattern, k.shape[1])
@@ -40,10 +35,6 @@ def check_options(
     """The state that dropout draws from, ``None`` without dropout, after the options were checked.
 
     A state that is not given is drawn from torch's generator of the device.
-
-    Raises:
-        TypeError: a wrong type or dtype.
-        ValueError: a wrong shape, device or value.
     """
     batch, num_q = q.shape[:2]
     for name, mask, tokens in (

@@ -9,17 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class ProblemShape:
-    """Sizes of one call.
+    """Sizes of one call; patterns share the query heads evenly.
 
-    Args:
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_dim: elements of a head.
-        block_size: tokens along a side of a block.
-        num_patterns: patterns, which share the query heads evenly.
-        num_k: keys, or 0 where their number does not matter.
-        masked: whether some keys or queries are padding.
-        dropout: whether weights are dropped.
+    ``num_k`` is 0 where it does not matter; ``masked`` says that keys or queries may be padding.
     """
 
     num_heads: int
@@ -49,21 +41,12 @@ class ProblemShape:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters of one kernel.
+    """Launch parameters of one kernel."""
 
-    Args:
-        rows: tokens that a program owns of a block, dividing the block.
-        pack: heads of a group that it owns.
-        own: ``rows x pack`` rounded up to a power of two.
-        step: tokens of the other side that it takes at a time.
-        num_warps: warps.
-        num_stages: pipeline depth.
-    """
-
-    rows: int
-    pack: int
-    own: int
-    step: int
+    rows: int  # tokens that a program owns of a block, dividing the block
+    pack: int  # heads of a group that it owns
+    own: int  # ``rows x pack`` rounded up to a power of two
+    step: int  # tokens of the other side that it takes at a time
     num_warps: int
     num_stages: int
 
@@ -78,7 +61,6 @@ class HopperBackward:
         dkdv_held: whether a warpgroup takes k and v to registers, where there is room: products of
             64 rows read as much of them as of the tiles, and shared memory is as busy as the
             tensor cores.
-        dq_held: what it takes there of q and dout: neither (0), q (1), both (2).
         shares: parts into which a multiprocessor's even share of the work for keys is divided; a
             program takes at most one such part, and longer lists of query blocks are cut.
         least_entries: query blocks that a program may take at least, however short its part.
@@ -87,7 +69,6 @@ class HopperBackward:
     dkdv_stages: int
     dq_stages: int
     dkdv_held: bool
-    dq_held: int = 2
     shares: int = 2
     least_entries: int = 16
 
@@ -96,14 +77,8 @@ class HopperBackward:
 class LaunchConfig:
     """Launch parameters of every kernel of a call.
 
-    Args:
-        forward: tile of the forward kernel.
-        dkdv: tile of the kernel for keys and values.
-        dq: tile of the kernel for queries.
-        precision: input precision of dot products.
-        hopper_stages: pipeline depth of the warp-specialised forward kernel, where that one is
-            used.
-        hopper_backward: parameters of the warp-specialised backward kernels, where those are used.
+    ``hopper_stages`` is the pipeline depth of the warp-specialised forward kernel; what starts
+    with ``hopper`` is ``None`` where such kernels are not used.
     """
 
     forward: TileConfig
@@ -180,12 +155,9 @@ def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
 
 
 def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:
-    """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
+    """Launch parameters for ``shape`` and the dtype of q, k and v.
 
-    Args:
-        shape: sizes of the call.
-        dtype: dtype of q, k and v.
-        arch: ten times the compute capability; unknown values get the portable default.
+    ``arch`` is ten times the compute capability; unknown ones get the portable default.
     """
     dim = shape.padded_dim
     if dtype == torch.float32:

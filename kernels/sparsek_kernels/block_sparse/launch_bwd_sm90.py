@@ -98,7 +98,6 @@ def backward(
         dq, *boxes, lse, delta, problem.crow_indices, problem.col_indices, scale,
         *dq.stride()[:3], num_q, shape.num_k, num_rows, shape.num_kv_heads, num_items,
         shape.pattern_heads, **rules, STAGES=config.dq_stages,
-        HELD=config.dq_held,
     )  # fmt: skip
 
     num_patterns, num_cols = shape.num_patterns, problem.ccol_indices.shape[1] - 1

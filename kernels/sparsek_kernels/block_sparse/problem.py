@@ -14,23 +14,9 @@ from sparsek_kernels.common.dropout import LEVELS, drop_threshold
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseProblem:
-    """Checked inputs of one call; index tensors as in :class:`BlockStructure`.
+    """Checked inputs of one call, as ``block_sparse_attention`` and ``BlockStructure`` name them.
 
-    Args:
-        q: ``[B, N, Hq, D]``.
-        k: ``[B, M, Hkv, D]``.
-        v: ``[B, M, Hkv, D]``.
-        crow_indices: ``[P, R + 1]`` offsets into ``col_indices``.
-        col_indices: ``[nnz]`` key blocks that each row of blocks lists.
-        ccol_indices: ``[P, C + 1]`` offsets into ``row_indices``.
-        row_indices: ``[nnz]`` query blocks that list each column of blocks.
-        block_size: tokens along a side of a block.
-        causal: whether a query is limited to keys up to its own position.
-        softmax_scale: factor of ``q . k``.
-        key_mask: ``[B, M]`` bool, the keys that are seen; all when ``None``.
-        query_mask: ``[B, N]`` bool, the queries that attend; all when ``None``.
-        rng_state: ``[2]`` int64, seed and offset of dropout; ``None`` without dropout.
-        dropout_p: probability that a weight is dropped.
+    Without dropout there is no ``rng_state``.
     """
 
     q: torch.Tensor

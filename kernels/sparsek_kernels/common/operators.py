@@ -11,6 +11,10 @@ import torch
 from sparsek_kernels.checks import FLOAT_DTYPES
 from sparsek_kernels.common.precision import compute_dtype
 
+Passes = tuple[Callable[..., None], Callable[..., tuple[torch.Tensor | None, ...]]]
+"""``forward(problem, out, lse)`` and ``backward(problem, out, lse, dout, dlse)``, which returns
+gradients."""
+
 
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether Triton kernels serve the device and dtype of ``x``; else torch operations do."""
@@ -33,12 +37,61 @@ def pointers(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[tor
     return tuple(stand_in if x is None else x for x in tensors)
 
 
-def register_gradient(forward: Any, backward: Callable[..., tuple[torch.Tensor, ...]]) -> None:
-    """Autograd of an operator ``forward(q, k, v, *rest)``, which returns output and log-sum-exp.
+def attention_operators(
+    name: str,
+    rest: str,
+    problem: Callable[..., Any],
+    passes: Callable[[torch.Tensor], Passes],
+    gradients: int = 3,
+) -> tuple[Any, Any]:
+    """Operators ``sparsek::{name}_fwd`` and ``sparsek::{name}_bwd``, with fakes and autograd.
 
-    ``backward(dout, dlse, q, k, v, out, lse, *rest)`` returns the gradients of its first inputs,
-    in their order.  One for an absent input is dropped.
+    The first takes ``q [B, N, Hq, D]``, k, v and ``rest``, and returns the output ``[B, N, Hq, D]``
+    and the log-sum-exp ``[B, Hq, N]``, both differentiable.  The second takes their gradients, q, k
+    and v, both results and ``rest``, and returns the gradients of the first of these inputs: empty
+    ones for absent inputs.
+
+    Args:
+        rest: further inputs, as schemas have them.
+        problem: makes the problem of a call from q, k, v and ``rest``.
+        passes: what computes it on the device and in the dtype of q.
+        gradients: inputs that have one.
     """
+    fwd_schema = f"(Tensor q, Tensor k, Tensor v, {rest}) -> (Tensor, Tensor)"
+    results = ", ".join(["Tensor"] * gradients)
+    bwd_schema = (
+        "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"{rest}) -> ({results})"
+    )
+
+    @torch.library.custom_op(f"sparsek::{name}_fwd", mutates_args=(), schema=fwd_schema)
+    def forward(q: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = new_like(q), new_lse(q)
+        with torch.cuda.device_of(q):
+            passes(q)[0](problem(q, *inputs), out, lse)
+        return out, lse
+
+    forward.register_fake(lambda q, *_: (new_like(q), new_lse(q)))
+
+    @torch.library.custom_op(f"sparsek::{name}_bwd", mutates_args=(), schema=bwd_schema)
+    def backward(
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *rest: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        with torch.cuda.device_of(q):
+            found = passes(q)[1](problem(q, k, v, *rest), out, lse, dout, dlse)
+        return tuple(q.new_empty(0) if x is None else x for x in found)
+
+    @backward.register_fake
+    def _(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
+        first = (q, k, v, *rest)[:gradients]
+        return tuple(q.new_empty(0) if x is None else new_like(x) for x in first)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         tensors = [x if isinstance(x, torch.Tensor) else None for x in inputs]
@@ -46,7 +99,7 @@ def register_gradient(forward: Any, backward: Callable[..., tuple[torch.Tensor, 
         ctx.scalars = [None if isinstance(x, torch.Tensor) else x for x in inputs]
         ctx.set_materialize_grads(False)
 
-    def gradients(
+    def differentiate(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
@@ -58,24 +111,5 @@ def register_gradient(forward: Any, backward: Callable[..., tuple[torch.Tensor, 
         grads = backward(dout, dlse, q, k, v, out, lse, *rest)
         return tuple(None if x is None else grad for x, grad in zip_longest(tensors, grads))
 
-    forward.register_autograd(gradients, setup_context=setup_context)
-
-
-def register_attention(forward: Any, backward: Any) -> None:
-    """Register the fakes of ``forward`` and ``backward``, and the autograd of ``forward``.
-
-    The arguments are those of :func:`register_gradient`.  ``backward`` returns the gradients of q,
-    k and v alone.
-    """
-
-    @forward.register_fake  # type: ignore[untyped-decorator]
-    def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return new_like(q), new_lse(q)
-
-    @backward.register_fake  # type: ignore[untyped-decorator]
-    def _(
-        dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return new_like(q), new_like(k), new_like(v)
-
-    register_gradient(forward, backward)
+    forward.register_autograd(differentiate, setup_context=setup_context)
+    return forward, backward

@@ -9,16 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of one call; for packed sequences the token counts are totals.
-
-    Args:
-        batch: fixed-length sequences, or 1.
-        num_q: query tokens.
-        num_k: key tokens.
-        num_heads: query heads.
-        num_kv_heads: KV heads.
-        head_dim: elements of a head.
-    """
+    """Sizes of one call; for packed sequences ``batch`` is 1 and the token counts are totals."""
 
     batch: int
     num_q: int

@@ -134,7 +134,6 @@ def backward(
     """Gradients of q, k and v.
 
     Args:
-        dout: ``[B, N, Hq, D]``.
         sums: log-sum-exp of :func:`forward` and :func:`row_sums`, ``[B, Hq, N]``; ``None``: both
             are worked out anew.
         dbias: ``[B, Hq, N, M]``, where the gradients of biases are written.

@@ -10,15 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import DTYPES, check_int, check_scale, check_tensor
+from sparsek_kernels.checks import DTYPES, check_int, check_query, check_scale, check_tensor
 from sparsek_kernels.nsa import ops
-from sparsek_kernels.nsa.checks import (
-    check_indices,
-    check_lengths,
-    check_like_keys,
-    check_query,
-    check_sequences,
-)
+from sparsek_kernels.nsa.checks import check_indices, check_lengths, check_pair, check_sequences
 from sparsek_kernels.nsa.compress.mlp import PhiWeights, phi_compress
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
@@ -97,7 +91,8 @@ def nsa_compress(
 
 def _check_compressed(
     q: torch.Tensor,
-    named: dict[str, torch.Tensor],
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
     spec: NSASpec,
     seq_len: int | None,
     cu_seqlens: torch.Tensor | None,
@@ -106,12 +101,7 @@ def _check_compressed(
     length = q.shape[1] if seq_len is None else seq_len
     check_lengths(q, length, cu_seqlens)
     rows = compressed_rows(cu_seqlens, length, spec.cmp_block_size, spec.cmp_stride)
-    heads: int | None = None
-    for name, x in named.items():
-        check_like_keys(name, x, q, rows)
-        if heads is not None and x.shape[2] != heads:
-            raise ValueError(f"{name}: expected {heads} KV heads, got {x.shape[2]}")
-        heads = x.shape[2]
+    check_pair(k_cmp, v_cmp, q, "_cmp", rows)
     return length
 
 
@@ -151,7 +141,7 @@ def compressed_attention(
     """
     spec = NSASpec(cmp_block_size, cmp_stride, sel_block_size=cmp_block_size)
     q = check_query(q)
-    length = _check_compressed(q, {"k_cmp": k_cmp, "v_cmp": v_cmp}, spec, seq_len, cu_seqlens)
+    length = _check_compressed(q, k_cmp, v_cmp, spec, seq_len, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
     found: tuple[torch.Tensor, torch.Tensor] = ops.compressed_fwd(
         q, k_cmp, v_cmp, length, cu_seqlens, spec.as_list(), scale
@@ -212,7 +202,7 @@ def nsa_select(
         cmp_block_size, cmp_stride, sel_block_size, top_n, num_init_blocks, num_local_blocks
     )
     q = check_query(q)
-    length = _check_compressed(q, {"k_cmp": k_cmp}, spec, seq_len, cu_seqlens)
+    length = _check_compressed(q, k_cmp, k_cmp, spec, seq_len, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
     fields = spec.as_list()
     q, k_cmp = q.detach(), k_cmp.detach()
@@ -270,10 +260,7 @@ def selected_attention(
         arXiv 2502.11089, section 3.3.2.
     """
     q = check_query(q)
-    check_like_keys("k", k, q)
-    check_like_keys("v", v, q, k.shape[1])
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    check_pair(k, v, q)
     check_int("sel_block_size", sel_block_size, 1)
     check_lengths(q, k.shape[1], cu_seqlens)
     indices = check_indices(
@@ -358,11 +345,8 @@ def nsa_attention(
         cmp_block_size, cmp_stride, sel_block_size, top_n, num_init_blocks, num_local_blocks
     )
     q = check_query(q)
-    check_like_keys("k", k, q)
+    check_pair(k, v, q)
     check_lengths(q, k.shape[1], cu_seqlens)
-    check_like_keys("v", v, q, k.shape[1])
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
     for name, first, second in (("v_cmp", k_cmp, v_cmp), ("v_swa", k_swa, v_swa)):
         if (first is None) != (second is None):
             raise ValueError(f"{name}: expected a tensor exactly when its keys are given")
@@ -379,7 +363,7 @@ def nsa_attention(
             f"block_indices, got {length}"
         )
     if k_cmp is not None and v_cmp is not None:
-        _check_compressed(q, {"k_cmp": k_cmp, "v_cmp": v_cmp}, spec, length, cu_seqlens)
+        _check_compressed(q, k_cmp, v_cmp, spec, length, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
     fields = spec.as_list()
     if block_indices is not None:
@@ -389,12 +373,7 @@ def nsa_attention(
     check_int("window_size", window_size, 1)
     k_swa = k if k_swa is None else k_swa
     v_swa = v if v_swa is None else v_swa
-    check_like_keys("k_swa", k_swa, q)
-    check_like_keys("v_swa", v_swa, q)
-    if v_swa.shape != k_swa.shape:
-        raise ValueError(
-            f"v_swa: expected the shape of k_swa, {tuple(k_swa.shape)}, got {tuple(v_swa.shape)}"
-        )
+    check_pair(k_swa, v_swa, q, "_swa")
     packed, tokens = cu_seqlens is not None, k_swa.shape[1]
     if tokens < q.shape[1] or (packed and tokens > q.shape[1]):
         raise ValueError(
@@ -404,15 +383,9 @@ def nsa_attention(
     query, key, value = q.detach(), k.detach(), v.detach()
     # The sliding branch is first: the GPU is busy with it while the host prepares the others.
     out_swa, lse_swa = sink_flash_attention(
-        query,
-        k_swa.detach(),
-        v_swa.detach(),
-        window_size=window_size,
-        softmax_scale=scale,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        return_lse=True,
-    )
+        query, k_swa.detach(), v_swa.detach(), window_size=window_size, softmax_scale=scale,
+        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True,
+    )  # fmt: skip
     if k_cmp is None or v_cmp is None:
         k_cmp, v_cmp = nsa_compress(
             k, v, cmp_block_size=cmp_block_size, cmp_stride=cmp_stride, cu_seqlens=cu_seqlens

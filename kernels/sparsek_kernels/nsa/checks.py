@@ -4,66 +4,39 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import (
-    DTYPES,
-    MAX_HEAD_DIM,
-    check_heads,
-    check_offsets,
-    check_tensor,
-)
+from sparsek_kernels.checks import check_heads, check_offsets, check_tensor
 
 MAX_GROUP = 64
 
 
 def check_sequences(cu_seqlens: torch.Tensor, total: int, device: torch.device) -> None:
-    """Check offsets of one packed sequence or more.
-
-    Raises:
-        TypeError: no int32 tensor.
-        ValueError: wrong shape, device, or offsets that do not ascend from 0 to ``total``.
-    """
+    """Check offsets of one packed sequence or more."""
     check_offsets("cu_seqlens", cu_seqlens, total, device)
     if cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected two offsets or more, got {cu_seqlens.shape[0]}")
 
 
-def check_query(q: object) -> torch.Tensor:
-    """A query tensor ``[B, N, Hq, D]``.
+def check_pair(
+    k: object, v: object, q: torch.Tensor, branch: str = "", rows: int | str = "M"
+) -> None:
+    """Check keys and values ``[B, rows, Hkv, D]`` that go with ``q``.
 
-    Raises:
-        TypeError: no tensor, or a dtype that is not supported.
-        ValueError: a wrong rank or head size.
+    Args:
+        branch: what ends the names of both.
     """
-    tensor = check_tensor("q", q, ("B", "N", "Hq", "D"), DTYPES)
-    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
-    return tensor
-
-
-def check_like_keys(name: str, x: object, q: torch.Tensor, rows: int | str = "M") -> torch.Tensor:
-    """A key or value tensor ``[B, rows, Hkv, D]`` that goes with ``q``.
-
-    Raises:
-        TypeError: no tensor, or another dtype than ``q``.
-        ValueError: a shape or device that does not go with ``q``.
-        NotImplementedError: more query heads per KV head than the kernels take.
-    """
-    tensor = check_tensor(name, x, (q.shape[0], rows, "Hkv", q.shape[3]), (q.dtype,), q.device)
-    group = check_heads(q.shape[2], tensor.shape[2])
+    shape = (q.shape[0], rows, "Hkv", q.shape[3])
+    keys = check_tensor(f"k{branch}", k, shape, (q.dtype,), q.device)
+    check_tensor(f"v{branch}", v, tuple(keys.shape), (q.dtype,), q.device)
+    group = check_heads(q.shape[2], keys.shape[2])
     if group > MAX_GROUP:
         raise NotImplementedError(
             f"q: expected at most {MAX_GROUP} query heads per KV head, got {group}; "
             "repeat k and v to shrink the group"
         )
-    return tensor
 
 
 def check_lengths(q: torch.Tensor, num_keys: int, cu_seqlens: torch.Tensor | None) -> None:
-    """Queries are the last tokens of the keys; packed sequences have as many of both.
-
-    Raises:
-        ValueError: more queries than keys, or packed inputs that differ or are batched.
-    """
+    """Queries are the last tokens of the keys; packed sequences have as many of both."""
     if cu_seqlens is None:
         if q.shape[1] > num_keys:
             raise ValueError(
@@ -88,12 +61,7 @@ def check_indices(
     cu_seqlens: torch.Tensor | None,
     values: bool,
 ) -> torch.Tensor:
-    """Selected blocks ``[B, N, Hkv, S]`` int32; ``values`` also checks what they hold.
-
-    Raises:
-        TypeError: no int32 tensor.
-        ValueError: a wrong shape; with ``values``, an index out of range or a duplicate.
-    """
+    """Selected blocks ``[B, N, Hkv, S]`` int32; ``values`` also checks what they hold."""
     indices = check_tensor(
         "block_indices",
         block_indices,

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from sparsek_kernels.common import shapes
+from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
 
 BOX_GROUPS = (8, 16, 32, 64)
@@ -25,6 +26,12 @@ _TILED = (
 @dataclass(frozen=True)
 class ProblemShape(shapes.AttentionShape):
     """Sizes of one call, groups padded for tiles."""
+
+    @classmethod
+    def of(cls, q: torch.Tensor, num_k: int, num_kv_heads: int) -> ProblemShape:
+        """Sizes of a call with queries ``q [B, N, Hq, D]``."""
+        batch, num_q, num_heads, head_dim = q.shape
+        return cls(batch, num_q, num_k, num_heads, num_kv_heads, head_dim)
 
     @property
     def padded_group(self) -> int:
@@ -46,32 +53,20 @@ class TileConfig(shapes.TileConfig):
 class LaunchConfig:
     """Tiles and sizes of every launch of a call; ``None`` where a Hopper kernel does not run.
 
+    Tiles of compressed attention count queries and compressed keys, ``select`` rows (tokens times
+    heads) and selection blocks, those of selected attention rows per step.
+
     Args:
-        compressed: queries and compressed keys of compressed attention, forward.
-        compressed_dq: queries and compressed keys of the kernel that computes dq.
-        compressed_dkdv: queries and compressed keys of the kernel that computes dk and dv.
-        select: rows (tokens times heads) and selection blocks per step of the scores kernel.
-        selected: rows per step of selected attention, block-major, forward.
-        combine: rows of a program that adds up the parts of the block-major kernel.
-        selected_bwd: rows per step of the block-major backward kernel; from 128 rows on its scores
-            are kept rows first.
-        tokens: rows of a program of selected attention, token-major.
+        selected: of the block-major kernel, whose parts ``combine`` adds up.
+        tokens: of the token-major kernel.
         token_major: whether the forward pass of selected attention is token-major.
-        chunk_rows: tokens whose parts are held at once in the forward pass.
-        chunk_rows_bwd: tokens whose parts are held at once in the backward pass.
-        index_rows: tokens whose queries follow one another block by block in the forward pass; they
-            stay in the cache if they are few.
-        item_entries: most queries that a block-major program of the forward pass serves.
-        item_entries_bwd: most queries that a block-major program of the backward pass serves.
-        precision: input precision of dot products.
-        compressed_hopper: tile of compressed attention, forward.
-        compressed_bwd_hopper: tile of the sink-window kernel, which computes the backward pass.
-        select_hopper: rows of a warpgroup, compressed keys and stages of the scores kernel.
-        selected_hopper: rows and stages of selected attention, block-major, forward.
-        selected_boxes: rows and stages of selected attention, block-major, forward, where one bulk
-            copy takes the heads of a group.
-        combine_hopper: rows and stages of the kernel that adds up parts.
-        selected_bwd_hopper: rows and stages of selected attention, backward.
+        chunk_rows: tokens whose parts are held at once.
+        index_rows: tokens whose queries follow one another block by block; they stay in the cache
+            if they are few.
+        item_entries: most queries that a block-major program serves.
+        compressed_bwd_hopper: tile of the sink-window kernel, which computes that pass.
+        select_hopper: its rows are those of a warpgroup.
+        selected_boxes: of the block-major kernel where one bulk copy takes the heads of a group.
     """
 
     compressed: TileConfig
@@ -153,13 +148,9 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
 
 @lru_cache(maxsize=256)
 def select_config(shape: ProblemShape, top_n: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
-    """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
+    """Launch parameters for ``shape``, ``top_n`` blocks per token and the dtype of q, k and v.
 
-    Args:
-        shape: sizes of the call.
-        top_n: blocks per token.
-        dtype: dtype of q, k and v.
-        arch: ten times the compute capability; unknown values get the portable default.
+    ``arch`` is ten times the compute capability; unknown ones get the portable default.
     """
     rows = shape.batch * shape.num_q
     token_major = rows * shape.num_kv_heads <= 2048
@@ -195,3 +186,8 @@ def select_config(shape: ProblemShape, top_n: int, dtype: torch.dtype, arch: int
         combine_hopper=TileConfig(64, 64, 4, 5, 128) if hopper else None,
         selected_bwd_hopper=TileConfig(128, 64, 8, 2) if hopper else None,
     )
+
+
+def launch_config(q: torch.Tensor, shape: ProblemShape, top_n: int) -> LaunchConfig:
+    """The table's configuration for ``q``'s dtype and device."""
+    return select_config(shape, top_n, q.dtype, device_arch(q.device))

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.common.operators import new_like, new_lse, register_attention, runs_kernels
+from sparsek_kernels.common.operators import (
+    Passes,
+    attention_operators,
+    new_like,
+    new_lse,
+    runs_kernels,
+)
 from sparsek_kernels.common.precision import compute_dtype
 from sparsek_kernels.nsa import torch_path
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
@@ -17,8 +23,6 @@ from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window import ops as sink_window_ops
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _passes(x: torch.Tensor) -> Any:
@@ -30,9 +34,20 @@ def _passes(x: torch.Tensor) -> Any:
     return torch_path
 
 
-def _new_indices(q: torch.Tensor, k_cmp: torch.Tensor, spec: Sequence[int]) -> torch.Tensor:
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
+def _new_indices(q: torch.Tensor, k_cmp: torch.Tensor, top_n: int) -> torch.Tensor:
+    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], top_n)
     return torch.empty(shape, dtype=torch.int32, device=q.device)
+
+
+def _new_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Uninitialised ``[B, rows, Hkv, D]`` beside ``x [B, M, Hkv, D]``."""
+    return x.new_empty((x.shape[0], rows, *x.shape[2:]))
+
+
+def _new_means(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
+) -> torch.Tensor:
+    return _new_rows(x, compressed_rows(cu_seqlens, x.shape[1], spec[0], spec[1]))
 
 
 # --- mean pooling -------------------------------------------------------------------------------
@@ -43,17 +58,12 @@ def mean_pool(
     x: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
 ) -> torch.Tensor:
     """Means of the compressed blocks of ``x [B, M, Hkv, D]``: ``[B, C, Hkv, D]``."""
-    rules = NSASpec(*spec)
-    rows = compressed_rows(cu_seqlens, x.shape[1], rules.cmp_block_size, rules.cmp_stride)
-    out = x.new_empty((x.shape[0], rows, *x.shape[2:]))
-    _passes(x).mean_pool_forward(x, out, cu_seqlens, rules)
+    out = _new_means(x, cu_seqlens, spec)
+    _passes(x).mean_pool_forward(x, out, cu_seqlens, NSASpec(*spec))
     return out
 
 
-@mean_pool.register_fake
-def _(x: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: Sequence[int]) -> torch.Tensor:
-    rows = compressed_rows(cu_seqlens, x.shape[1], spec[0], spec[1])
-    return x.new_empty((x.shape[0], rows, *x.shape[2:]))
+mean_pool.register_fake(_new_means)
 
 
 @torch.library.custom_op("sparsek::nsa_mean_pool_bwd", mutates_args=())
@@ -61,14 +71,12 @@ def mean_pool_bwd(
     dout: torch.Tensor, num_tokens: int, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
 ) -> torch.Tensor:
     """Gradient of the pooled tensor's input, ``[B, num_tokens, Hkv, D]``."""
-    dx = dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
+    dx = _new_rows(dout, num_tokens)
     _passes(dout).mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
     return dx
 
 
-@mean_pool_bwd.register_fake
-def _(dout: torch.Tensor, num_tokens: int, *_: object) -> torch.Tensor:
-    return dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
+mean_pool_bwd.register_fake(lambda dout, num_tokens, *_: _new_rows(dout, num_tokens))
 
 
 def _mean_pool_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -87,63 +95,38 @@ mean_pool.register_autograd(_mean_pool_backward, setup_context=_mean_pool_contex
 
 # --- compressed attention -----------------------------------------------------------------------
 
-
-@torch.library.custom_op("sparsek::nsa_compressed_fwd", mutates_args=())
-def compressed_fwd(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the compressed branch."""
-    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
-    out, lse = new_like(q), new_lse(q)
-    _passes(q).compressed_forward(problem, out, lse)
-    return out, lse
+_COMPRESSED = "SymInt seq_len, Tensor? cu_seqlens, SymInt[] spec, float softmax_scale"
 
 
-@torch.library.custom_op("sparsek::nsa_compressed_bwd", mutates_args=())
-def compressed_bwd(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k_cmp and v_cmp."""
-    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
-    grads: Gradients = _passes(q).compressed_backward(problem, out, lse, dout, dlse)
-    return grads
+def _compressed_problem(*inputs: Any) -> CompressedProblem:
+    q, k_cmp, v_cmp, seq_len, cu_seqlens, spec, softmax_scale = inputs
+    return CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
 
 
-register_attention(compressed_fwd, compressed_bwd)
+def _compressed_passes(x: torch.Tensor) -> Passes:
+    passes = _passes(x)
+    return passes.compressed_forward, passes.compressed_backward
+
+
+compressed_fwd, compressed_bwd = attention_operators(
+    "nsa_compressed", _COMPRESSED, _compressed_problem, _compressed_passes
+)
 
 
 # --- selection ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("sparsek::nsa_compressed_select", mutates_args=())
+@torch.library.custom_op(
+    "sparsek::nsa_compressed_select",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k_cmp, Tensor v_cmp, {_COMPRESSED}) -> (Tensor, Tensor, Tensor)",
+)
 def compressed_select(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``compressed_fwd``, and ``select`` with its log-sum-exps; not differentiable."""
-    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
-    out, lse, found = new_like(q), new_lse(q), _new_indices(q, k_cmp, spec)
+    problem = _compressed_problem(q, k_cmp, v_cmp, *rest)
+    out, lse, found = new_like(q), new_lse(q), _new_indices(q, k_cmp, problem.spec.top_n)
     _passes(q).attend_and_select(problem, out, lse, found)
     return out, lse, found
 
@@ -152,22 +135,18 @@ def compressed_select(
 def _(
     q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: Any, seq_len: Any, cu: Any, spec: Any, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return new_like(q), new_lse(q), _new_indices(q, k_cmp, spec)
+    return new_like(q), new_lse(q), _new_indices(q, k_cmp, spec[3])
 
 
-@torch.library.custom_op("sparsek::nsa_select", mutates_args=())
-def select(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    lse: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
-) -> torch.Tensor:
+@torch.library.custom_op(
+    "sparsek::nsa_select",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k_cmp, Tensor lse, {_COMPRESSED}) -> Tensor",
+)
+def select(q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Chosen blocks ``[B, N, Hkv, top_n]`` int32, ascending, ``-1`` after the last."""
-    problem = CompressedProblem(q, k_cmp, k_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
-    found = _new_indices(q, k_cmp, spec)
+    problem = _compressed_problem(q, k_cmp, k_cmp, *rest)
+    found = _new_indices(q, k_cmp, problem.spec.top_n)
     _passes(q).select_forward(problem, lse, found)
     return found
 
@@ -176,94 +155,57 @@ def select(
 def _(
     q: torch.Tensor, k_cmp: torch.Tensor, lse: Any, seq_len: Any, cu: Any, spec: Any, *_: object
 ) -> torch.Tensor:
-    return _new_indices(q, k_cmp, spec)
+    return _new_indices(q, k_cmp, spec[3])
 
 
 # --- selected attention -------------------------------------------------------------------------
 
-
-@torch.library.custom_op("sparsek::nsa_selected_fwd", mutates_args=())
-def selected_fwd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the selected branch."""
-    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
-    out, lse = new_like(q), new_lse(q)
-    _passes(q).selected_forward(problem, out, lse)
-    return out, lse
+_SELECTED = "Tensor block_indices, Tensor? cu_seqlens, SymInt sel_block_size, float softmax_scale"
 
 
-@torch.library.custom_op("sparsek::nsa_selected_bwd", mutates_args=())
-def selected_bwd(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v."""
-    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
-    grads: Gradients = _passes(q).selected_backward(problem, out, lse, dout, dlse)
-    return grads
+def _selected_passes(x: torch.Tensor) -> Passes:
+    passes = _passes(x)
+    return passes.selected_forward, passes.selected_backward
 
 
-register_attention(selected_fwd, selected_bwd)
+selected_fwd, selected_bwd = attention_operators(
+    "nsa_selected", _SELECTED, SelectedProblem, _selected_passes
+)
 
 
 # --- the gated sum ------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("sparsek::nsa_selected_gated", mutates_args=())
+@torch.library.custom_op(
+    "sparsek::nsa_selected_gated",
+    mutates_args=(),
+    schema="(Tensor out_cmp, Tensor out_swa, Tensor[] gates, Tensor q, Tensor k, Tensor v, "
+    f"{_SELECTED}) -> Tensor",
+)
 def selected_gated(
-    out_cmp: torch.Tensor,
-    out_swa: torch.Tensor,
-    gates: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
+    out_cmp: torch.Tensor, out_swa: torch.Tensor, gates: Sequence[torch.Tensor], *inputs: Any
 ) -> torch.Tensor:
     """Gated sum ``[B, N, Hq, D]`` of the selected branch and two outputs; not differentiable."""
-    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
-    out = new_like(q)
-    _passes(q).selected_gated(problem, out, (out_cmp, out_swa), gates)
+    out = new_like(out_cmp)
+    _passes(out).selected_gated(SelectedProblem(*inputs), out, (out_cmp, out_swa), gates)
     return out
 
 
-@selected_gated.register_fake
-def _(out_cmp: torch.Tensor, *_: object) -> torch.Tensor:
-    return new_like(out_cmp)
+selected_gated.register_fake(lambda out_cmp, *_: new_like(out_cmp))
 
 
-@torch.library.custom_op("sparsek::nsa_branches", mutates_args=())
+_BRANCHES = (
+    "Tensor[] outs, Tensor[] lses, Tensor[] gates, Tensor q, Tensor[] keys, Tensor[] values, "
+    "Tensor block_indices, SymInt seq_len, Tensor? cu_seqlens, SymInt[] spec, SymInt window_size, "
+    "float softmax_scale"
+)
+
+
+@torch.library.custom_op(
+    "sparsek::nsa_branches", mutates_args=(), schema=f"({_BRANCHES}) -> Tensor"
+)
 def branches(
-    outs: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-    gates: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    block_indices: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    window_size: int,
-    softmax_scale: float,
+    outs: Sequence[torch.Tensor], lses: Any, gates: Sequence[torch.Tensor], *_: Any
 ) -> torch.Tensor:
     """Gated sum of three branches, in the order compressed, selected, sliding.
 
@@ -276,9 +218,7 @@ def branches(
     return out
 
 
-@branches.register_fake
-def _(outs: Sequence[torch.Tensor], *_: object) -> torch.Tensor:
-    return new_like(outs[0])
+branches.register_fake(lambda outs, *_: new_like(outs[0]))
 
 
 def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradients:
@@ -301,27 +241,20 @@ def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradien
     return GatedGradients(dq, PerBranch(dk_cmp, dk, dk_swa), PerBranch(dv_cmp, dv, dv_swa), dgates)
 
 
-@torch.library.custom_op("sparsek::nsa_branches_bwd", mutates_args=())
+@torch.library.custom_op(
+    "sparsek::nsa_branches_bwd",
+    mutates_args=(),
+    schema=f"(Tensor dout, {_BRANCHES}) -> (Tensor, Tensor[], Tensor[], Tensor[])",
+)
 def branches_bwd(
-    dout: torch.Tensor,
-    outs: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-    gates: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    block_indices: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    window_size: int,
-    softmax_scale: float,
+    dout: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Gradients of q, keys, values and gates."""
+    outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, spec, *rest = inputs
+    outs, lses, gates, keys, values = (PerBranch(*x) for x in (outs, lses, gates, keys, values))
     problem = GatedProblem(
-        PerBranch(*outs), PerBranch(*lses), PerBranch(*gates), q, PerBranch(*keys),
-        PerBranch(*values), block_indices, seq_len, cu_seqlens, NSASpec(*spec), window_size,
-        softmax_scale,
+        outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, NSASpec(*spec),
+        *rest,
     )  # fmt: skip
     found = None
     if runs_kernels(q):

@@ -29,19 +29,8 @@ class GatedGradients(NamedTuple):
 class GatedProblem:
     """Native sparse attention once its branches are computed (arXiv 2502.11089, equation 5).
 
-    Args:
-        outs: results of the branches, ``[B, N, Hq, D]``, contiguous.
-        lses: their log-sum-exps ``[B, Hq, N]``, contiguous.
-        gates: weights of the branches, ``[B, N, Hq]``.
-        q: ``[B, N, Hq, D]``.
-        keys: ``[B, C, Hkv, D]``, ``[B, M, Hkv, D]`` and ``[B, M', Hkv, D]``.
-        values: of the same shapes.
-        block_indices: ``[B, N, Hkv, S]`` int32 blocks of the selected branch.
-        seq_len: tokens that were compressed.
-        cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
-        spec: block sizes and counts.
-        window_size: latest tokens that the sliding branch sees.
-        softmax_scale: factor of ``q . k``.
+    ``outs`` and ``lses`` are the branches' results, contiguous; the rest is as ``nsa_attention``
+    names it.
     """
 
     outs: PerBranch

@@ -54,9 +54,7 @@ def check_batch_layout(batch: PagedBatch) -> None:
     batch.derived(
         "layout",
         lambda: check_triton_layout(
-            block_table=batch.block_table,
-            seq_lens=batch.seq_lens,
-            cu_seqlens_q=batch.cu_seqlens_q,
+            block_table=batch.block_table, seq_lens=batch.seq_lens, cu_seqlens_q=batch.cu_seqlens_q
         ),
     )
 
@@ -87,11 +85,7 @@ def check_summary(k_summary: torch.Tensor, k_cache: torch.Tensor, least: int) ->
 
 
 def check_context(batch: PagedBatch, policy: SelectionPolicy) -> None:
-    """Check that lists can number the cells of the longest sequence, where cells are chosen.
-
-    Raises:
-        NotImplementedError: they cannot.
-    """
+    """Check that lists can number the cells of the longest sequence, where cells are chosen."""
     most = policy.sel_block_size << CELL_BITS
     if policy.alignment and batch.max_seq_len > most:
         raise NotImplementedError(
@@ -101,11 +95,7 @@ def check_context(batch: PagedBatch, policy: SelectionPolicy) -> None:
 
 
 def check_rotation(batch: PagedBatch, k_cache: torch.Tensor) -> None:
-    """Check the rotation that learned rankings undo, where there is one.
-
-    Raises:
-        TypeError, ValueError: a wrong dtype, shape, device or layout.
-    """
+    """Check the rotation that learned rankings undo, where there is one."""
     rotation = batch.rotation
     if rotation is None:
         return
@@ -151,14 +141,7 @@ def check_batch(
 ) -> None:
     """Check once per batch what the host knows of it; no device is waited for.
 
-    Args:
-        q: ``[T, Hq, D]``, the queries.
-        batch: the requests.
-        k_cache: ``[num_pages, Hkv, page_size, D]``.
-        shared: whether other ranks may have pages, for which -1 stands.
-
-    Raises:
-        TypeError, ValueError: the batch does not fit itself, its queries or the cache.
+    Other ranks may have pages of a ``shared`` cache: -1 stands for them.
     """
     if batch.query_lens_host is None and batch.cu_seqlens_q.device.type != "cpu":
         return

@@ -92,3 +92,13 @@ def shared_memory(arch: int) -> int:
 def largest_part(n: int, most: int) -> int:
     """Largest power of two that divides ``n`` and is at most ``most``."""
     return min(n & -n, most)
+
+
+def top_warps(max_blocks: int) -> tuple[int, int]:
+    """Warps that share one row of scores, and registers of a thread.
+
+    Two programs then share a multiprocessor, where the scores of a row fit into their registers.
+    """
+    if max_blocks <= 2048:
+        return 8, 128
+    return 16, 64 if max_blocks <= 8192 else 128

@@ -26,8 +26,7 @@ SPREAD = 0x9E3779B1
 def start_of(position: int) -> int:
     """What a running sum of probabilities starts from, of ``2 ** WHOLE_BITS``: spread evenly.
 
-    Args:
-        position: of the first token that chooses.
+    ``position`` is of the first token that chooses.
     """
     return (position * SPREAD & 0xFFFFFFFF) >> (32 - WHOLE_BITS)
 
@@ -35,9 +34,7 @@ def start_of(position: int) -> int:
 def weight_steps(counts: torch.Tensor, places: int) -> torch.Tensor:
     """Steps ``[..., KEYS]`` int32 of the weights of cells of each key.
 
-    Args:
-        counts: ``[..., KEYS]``, how many cells there are of each; more than ``places`` in all.
-        places: cells to keep.
+    ``counts [..., KEYS]`` are how many there are of each: more in all than ``places`` for them.
     """
     keys = torch.arange(counts.shape[-1])
     sizes = (keys.double() / 4.0).exp2()
@@ -60,11 +57,8 @@ def probabilities(steps: torch.Tensor) -> torch.Tensor:
 def sample_cells(keys: torch.Tensor, counts: torch.Tensor, places: int, start: int) -> torch.Tensor:
     """A list's entries ``[places]`` int32, cells counted from the first one.
 
-    Args:
-        keys: ``[S, 32]`` integer keys of far segments' cells.
-        counts: ``[KEYS]``, how many there are of each.
-        places: cells to keep at most.
-        start: :func:`start_of`.
+    ``keys [S, 32]`` are of far segments' cells, ``counts [KEYS]`` how many there are of each,
+    ``start`` is :func:`start_of`.
     """
     segments, cells = keys.shape
     order = torch.arange(cells).view(-1, THREADS).T.flatten()

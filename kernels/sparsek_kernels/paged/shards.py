@@ -72,16 +72,9 @@ def attend_shard(
             "sequences on a rank and call paged_attention"
         )
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    operands = PagedOperands(
-        q,
-        k_cache,
-        v_cache,
-        q.new_zeros((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32),
-        check_scale(softmax_scale, dim),
-        k_summary,
-        lse=lse,
-        ranks=ranks,
-    )
+    out = q.new_zeros((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
+    scale = check_scale(softmax_scale, dim)
+    operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary, lse=lse, ranks=ranks)
     check_segment(operands, segment, index)
     attend(operands, segment, None if index is None else index.select(operands, segment))
-    return operands.out, lse
+    return out, lse

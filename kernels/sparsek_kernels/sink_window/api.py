@@ -67,25 +67,17 @@ def sink_flash_attention(
         and 2.
     """
     key = None
-    if cu_seqlens_q is None and out is None and not torch.compiler.is_compiling():
-        key = replay_key(q, k, v, num_sink, window_size, causal, sinks, softmax_scale, return_lse)
+    plain = cu_seqlens_q is None and sinks is None and out is None
+    if plain and not torch.compiler.is_compiling():
+        key = replay_key(q, k, v, num_sink, window_size, causal, softmax_scale, return_lse)
         if key is not None:
             replayed = replay(key, q, k, v, return_lse)
             if replayed is not None:
                 return replayed
     spec = check_arguments(
-        q,
-        k,
-        v,
-        num_sink=num_sink,
-        window_size=window_size,
-        causal=causal,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        out=out,
-    )
+        q, k, v, num_sink, window_size, causal, sinks, softmax_scale,
+        cu_seqlens_q, cu_seqlens_k, out,
+    )  # fmt: skip
     if key is not None:
         out, lse = new_like(q), new_lse(q) if return_lse else None
         with remembered(key, (out, lse, q, k, v)):

@@ -43,21 +43,16 @@ def check_arguments(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
     num_sink: int,
     window_size: int | None,
     causal: bool,
     sinks: torch.Tensor | None,
     softmax_scale: float | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    out: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> AttentionSpec:
     """The mask and scale of one call, after its arguments were checked.
-
-    Raises:
-        TypeError: a wrong type or dtype.
-        ValueError: a wrong shape, device or value.
 
     Warns:
         UserWarning: sinks without a window, which have no effect.

@@ -17,14 +17,7 @@ ACCUMULATOR_BYTES = 512 << 20  # of dq in fp32, in one launch of the fused backw
 
 @dataclass(frozen=True)
 class ProblemShape(shapes.AttentionShape):
-    """Sizes of one call, and its mask.
-
-    Args:
-        num_sink: leading keys that every query sees.
-        window_size: window, or ``None``.
-        causal: whether attention is causal.
-        num_seqs: packed sequences, or ``None`` for a fixed length.
-    """
+    """Sizes of one call, and its mask; ``num_seqs`` sequences are packed, or ``None``."""
 
     num_sink: int = 0
     window_size: int | None = None
@@ -54,22 +47,19 @@ class TileConfig(shapes.TileConfig):
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch parameters of every kernel of a call.
+    """Launch parameters of every kernel of a call; ``None`` where a Hopper kernel does not run.
 
     Args:
-        forward: tile of the forward kernel.
-        dkdv: tile of the key-major backward kernel (``block_n`` keys per program).
-        dq: tile of the query-major backward kernel.
-        sink: tile of the sink-key backward kernel (``block_n`` sink keys per program).
+        dkdv: of the key-major backward kernel (``block_n`` keys per program).
+        dq: of the query-major backward kernel.
+        sink: of the sink-key backward kernel (``block_n`` sink keys per program).
         sink_block: sink keys per step of the query-major kernels.
-        hopper_forward: tile of the warp-specialised forward kernel, where that one is used: 128
-            rows of one head, or 64 of two neighbouring heads where groups are even.
-        hopper_backward: tile of the fused backward kernel, where that one is used.
-        hopper_small: tile of the kernel for few rows, where that one is used; each of its two
-            warpgroups takes ``num_stages`` blocks of keys.
+        hopper_forward: 128 rows of one head, or 64 of two neighbouring heads where groups are even.
+        hopper_backward: of the fused backward kernel.
+        hopper_small: of the kernel for few rows; each of its two warpgroups takes ``num_stages``
+            blocks of keys.
         forward_together: KV heads that ``hopper_forward`` works on side by side.
         backward_together: KV heads that ``hopper_backward`` works on side by side.
-        precision: input precision of dot products.
     """
 
     forward: TileConfig
@@ -148,12 +138,9 @@ def _together(shape: ProblemShape) -> int:
 
 
 def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:
-    """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
+    """Launch parameters for ``shape`` and the dtype of q, k and v.
 
-    Args:
-        shape: sizes and mask of the call.
-        dtype: dtype of q, k and v.
-        arch: ten times the compute capability; unknown values get the portable default.
+    ``arch`` is ten times the compute capability; unknown ones get the portable default.
     """
     if dtype == torch.float32:
         return _fp32_config(shape)

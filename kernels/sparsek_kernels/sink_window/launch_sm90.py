@@ -85,19 +85,14 @@ def forward_small(
 class CompressedKeys:
     """Keys that stand for blocks of tokens; their queries are taken in segments.
 
-    Args:
-        block_size: tokens of a key.
-        stride: tokens from one key to the next.
-        num_segments: segments of queries; each writes its own gradients of keys and values.
-        segment_rows: queries of a segment, a multiple of the tokens of a tile of keys.
-        gradient_stride: elements between the gradients of two neighbouring segments.
+    Each segment writes its own gradients of keys and values.
     """
 
-    block_size: int
-    stride: int
+    block_size: int  # tokens of a key
+    stride: int  # tokens from one key to the next
     num_segments: int
-    segment_rows: int
-    gradient_stride: int
+    segment_rows: int  # queries of a segment, a multiple of the tokens of a tile of keys
+    gradient_stride: int  # elements between the gradients of two neighbouring segments
 
 
 def _overwrites(problem: SinkWindowProblem, tile: TileConfig) -> bool:
@@ -130,16 +125,13 @@ def backward(
 ) -> None:
     """Run the fused backward kernel: fill ``dk`` and ``dv``, add the unscaled ``dq`` to ``dq_acc``.
 
+    Inputs and ``dout`` are ``describable``, ``lse`` and ``delta`` contiguous; ``dv`` has the
+    strides of ``dk``.
+
     Args:
-        problem: inputs, ``describable``.
-        tile: tile of the kernel.
         heads_together: KV heads that programs work on side by side.
         dq_acc: fp32 ``[B, Hq, N, D]``: a :func:`new_accumulator`, zeros, or a sum to add to.
-        dk: ``[B, M, Hkv, D]``.
-        dv: ``[B, M, Hkv, D]``, with the strides of ``dk``.
-        dout: ``[B, N, Hq, D]``, ``describable``.
-        lse: ``[B, Hq, N]``, contiguous.
-        delta: ``[B, Hq, N]`` row sums of ``out * dout``, contiguous.
+        delta: ``[B, Hq, N]`` row sums of ``out * dout``.
         sink_grads: ``dk`` and ``dv`` of sink keys, from queries whose window has passed them.
         compressed: given where keys are compressed blocks of tokens; ``dk`` and ``dv`` are then
             the gradients from the first segment of queries.

@@ -15,17 +15,7 @@ from sparsek_kernels.sink_window.spec import AttentionSpec
 
 @dataclass(frozen=True, eq=False)
 class SinkWindowProblem:
-    """Checked inputs of one call.
-
-    Args:
-        q: ``[B, N, Hq, D]``.
-        k: ``[B, M, Hkv, D]``.
-        v: ``[B, M, Hkv, D]``.
-        spec: mask and scale.
-        sinks: ``[Hq]`` learned logits.
-        cu_seqlens_q: ``[S + 1]`` int32 offsets of packed queries, with ``B = 1``.
-        cu_seqlens_k: ``[S + 1]`` int32 offsets of packed keys.
-    """
+    """Checked inputs of one call: tensors as of ``sink_flash_attention``, mask and scale."""
 
     q: torch.Tensor
     k: torch.Tensor

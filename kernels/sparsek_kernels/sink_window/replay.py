@@ -23,18 +23,10 @@ _replays: dict[Hashable, Replay] = {}
 
 
 def replay_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    num_sink: int,
-    window_size: int | None,
-    causal: bool,
-    sinks: torch.Tensor | None,
-    softmax_scale: float | None,
-    return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Hashable
 ) -> Hashable | None:
     """The key of a call's launch, or ``None`` for a call that must be checked and analysed."""
-    if type(q) is not torch.Tensor or not q.is_cuda or sinks is not None:
+    if type(q) is not torch.Tensor or not q.is_cuda:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
@@ -48,7 +40,7 @@ def replay_key(
     return (
         device, k.get_device(), v.get_device(), q.dtype, k.dtype, v.dtype,
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        num_sink, window_size, causal, softmax_scale, return_lse,
+        options,
     )  # fmt: skip
 
 

@@ -12,9 +12,11 @@ from itertools import pairwise
 import torch
 
 from sparsek_kernels.common import torch_attention
+from sparsek_kernels.common.operators import new_lse
 from sparsek_kernels.common.precision import row_sums, without_autocast
 from sparsek_kernels.common.torch_attention import Part
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _BLOCK_SCORES = 1 << 22  # scores held at once, whatever the shapes
 
@@ -24,6 +26,19 @@ def _edges(cu_seqlens: torch.Tensor | None, batch: int, length: int) -> list[tup
         return [(b, 0, length) for b in range(batch)]
     bounds = cu_seqlens.tolist()
     return [(0, lo, hi) for lo, hi in pairwise(bounds)]
+
+
+def _key_spans(
+    spec: AttentionSpec, first: int, last: int, offset: int, num_k: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Sinks, then other keys, that rows ``[first, last)`` touch; row ``i`` is at ``i + offset``."""
+    if not spec.causal:
+        return (0, 0), (0, num_k)
+    stop = min(max(last + offset, 0), num_k)
+    if spec.window_size is None:
+        return (0, 0), (0, stop)
+    start = min(max(first + offset - spec.window_size + 1, 0), stop)
+    return (0, min(spec.num_sink, start)), (start, stop)
 
 
 def _parts(problem: SinkWindowProblem) -> Iterator[Part]:
@@ -42,7 +57,7 @@ def _parts(problem: SinkWindowProblem) -> Iterator[Part]:
         step = min(max(_BLOCK_SCORES // max(most_keys * q.shape[2], 1), 16), 512)
         for first in range(0, num_q, step):
             last = min(first + step, num_q)
-            sink, window = spec.key_spans(first, last, offset, num_k)
+            sink, window = _key_spans(spec, first, last, offset, num_k)
             key = torch.cat([torch.arange(*span, device=q.device) for span in (sink, window)])
             hidden = None
             if spec.causal:
@@ -63,8 +78,9 @@ def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -
 
 
 @without_autocast
-def forward(problem: SinkWindowProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
+def forward(problem: SinkWindowProblem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Fill ``out [B, N, Hq, D]`` and, where given, ``lse [B, Hq, N]``."""
+    lse = new_lse(problem.q) if lse is None else lse
     inputs, scale = (problem.q, problem.k, problem.v), problem.spec.softmax_scale
     torch_attention.forward(*inputs, _parts(problem), scale, out, lse, problem.sinks)
 

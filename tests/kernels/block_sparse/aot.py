@@ -74,7 +74,7 @@ def compile_hopper(dim: int, block: int, causal: bool) -> None:
     types = {**dict.fromkeys(("q_desc", "g_desc", "k_desc", "v_desc"), box), **OPTIONS}
     constexprs |= {"HEADS": shape.group, "LISTS": 1, "ROWS": 32}
     for kernel, depth, held in (
-        (block_sparse_hopper_dq_kernel, backward.dq_stages, backward.dq_held),
+        (block_sparse_hopper_dq_kernel, backward.dq_stages, 0),
         (block_sparse_hopper_dkdv_kernel, backward.dkdv_stages, backward.dkdv_held),
         (block_sparse_bwd_parts_kernel, 1, 0),
     ):

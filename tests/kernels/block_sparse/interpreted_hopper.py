@@ -66,10 +66,9 @@ def test_case(case: Case, way: Way) -> None:
     run(case, way)
 
 
-@pytest.mark.parametrize("held", [0, 1])
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
-def test_less_in_registers(case: Case, held: int) -> None:
-    run(case, WAYS[-1], dq_held=held, dkdv_held=False)
+def test_less_in_registers(case: Case) -> None:
+    run(case, WAYS[-1], dkdv_held=False)
 
 
 @pytest.mark.parametrize("least_entries", [1, 2])

@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.common import grids
-from sparsek_kernels.nsa import launching as launch_common
+from sparsek_kernels.nsa import config as launch_common
 from sparsek_kernels.nsa.compress import launch as launch_compress
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper

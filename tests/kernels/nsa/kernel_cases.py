@@ -328,9 +328,6 @@ def run(case: Case, device: str, size: str, only_hopper: bool = False) -> int:
                 designs[f"boxes {design}"] = replace(
                     designs[f"hopper {design}"], selected_boxes=TileConfig(64, 64, 4, 4, 80)
                 )
-    rows_first = replace(
-        designs["block-major"], selected_bwd=replace(base.selected_bwd, block_m=128, num_warps=8)
-    )
     if only_hopper:
         designs = {name: x for name, x in designs.items() if name.startswith(("hopper", "boxes"))}
     problem = SelectedProblem(q, k, v, indices, cu, spec.sel_block_size, scale)
@@ -343,8 +340,6 @@ def run(case: Case, device: str, size: str, only_hopper: bool = False) -> int:
     # Boxes only make parts: what follows takes them as it takes those of the other kernel.
     designs = {name: x for name, x in designs.items() if not name.startswith("boxes")}
     backwards = {name: x for name, x in designs.items() if name != "token-major"}
-    if not only_hopper:
-        backwards["rows first"] = rows_first
     for design, config in backwards.items():
         tuned = replace(problem, tuned=config)
         found = launch_selected_bwd.backward(tuned, out, lse, dout, dlse)

@@ -67,7 +67,12 @@ def test_block_sizes(fields: dict[str, Any], error: type[Exception], message: st
         (lambda: nsa_attention(Q.int(), K, K, *GATES), TypeError, "q: expected dtype"),
         (lambda: nsa_attention(Q[:, :, :3], K, K, *GATES), ValueError, "q: expected a multiple"),
         (lambda: nsa_attention(Q, K.half(), K, *GATES), TypeError, "k: expected dtype"),
-        (lambda: nsa_attention(Q, K[:, :9], K, *GATES), ValueError, "q: expected at most as many"),
+        (lambda: nsa_attention(Q, K[:, :9], K, *GATES), ValueError, "v: expected shape"),
+        (
+            lambda: nsa_attention(Q, K[:, :9], K[:, :9], *GATES),
+            ValueError,
+            "q: expected at most as many",
+        ),
         (lambda: nsa_attention(Q, K, K[:, :9], *GATES), ValueError, "v: expected shape"),
         (
             lambda: nsa_attention(Q, K, K, GATES[0][0], *GATES[1:]),
@@ -84,7 +89,7 @@ def test_block_sizes(fields: dict[str, Any], error: type[Exception], message: st
         (
             lambda: nsa_attention(Q, K, K, *GATES, k_swa=K, v_swa=K.repeat(1, 1, 2, 1)),
             ValueError,
-            "v_swa: expected the shape of k_swa",
+            "v_swa: expected shape",
         ),
         (
             lambda: nsa_attention(Q, K, K, *GATES, k_swa=K[:, 1:], v_swa=K[:, 1:]),

@@ -15,8 +15,8 @@ from sparsek_kernels.paged.config import (
     largest_part,
     next_power_of_2,
     shared_memory,
+    top_warps,
 )
-from sparsek_kernels.paged.index.config import top_warps
 from sparsek_kernels.paged.index.page_records.config import cut_segments, weigh_programs
 from sparsek_kernels.paged.index.two_step.config import listed_shares, score_bytes, score_config
 

@@ -11,20 +11,10 @@ from hypothesis import strategies as st
 
 from sparsek_kernels.paged.index.page_records import launch_write
 from sparsek_kernels.paged.index.page_records.launch_write import write_records
-from sparsek_kernels.paged.kernels.record import (
-    e5m2_code,
-    load_pair_scales,
-    load_variances,
-    of_e5m2_code,
-    scale_of,
-    scales_at,
-)
+from sparsek_kernels.paged.kernels.record import e5m2_code, of_e5m2_code, scale_of, size_of
 from sparsek_kernels.paged.record import (
     code_scales,
-    encode,
-    read_pair_scales,
-    read_variances,
-    record_bytes,
+    code_sizes,
     sections,
 )
 from tests.kernels.paged.record_cases import (
@@ -34,7 +24,6 @@ from tests.kernels.paged.record_cases import (
     check_decoded,
     make_pages,
     redraft,
-    segments,
     write_in_pieces,
 )
 
@@ -166,56 +155,19 @@ def test_conversions_round_as_torch_does() -> None:
 
 
 @triton.jit
-def _read_kernel(
-    record_ptr,
-    pair_ptr,
-    variance_ptr,
-    scale_ptr,
-    RECORD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row = tl.arange(0, 4)
-    live = row < 3
-    record = record_ptr + row * RECORD
-    pair, quarter = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_D // 4)
-    low, high = load_pair_scales(record, live, HEAD_DIM, BLOCK_D // 4)
-    out = pair_ptr + row[:, None] * (HEAD_DIM // 2) + quarter[None, :]
-    mask = live[:, None] & (quarter < HEAD_DIM // 4)[None, :]
-    tl.store(out, low, mask=mask)
-    tl.store(out + HEAD_DIM // 4, high, mask=mask)
-    variance = load_variances(record, live, HEAD_DIM, BLOCK_D // 2)
-    out = variance_ptr + row[:, None] * (BLOCK_D // 2) + pair[None, :]
-    tl.store(out, variance)
-    vector = tl.arange(0, 32)
-    code = tl.load(record[:, None] + scales_at(HEAD_DIM) + vector[None, :], mask=live[:, None])
-    out = scale_ptr + row[:, None] * 32 + vector[None, :]
-    tl.store(out, scale_of(code), mask=live[:, None])
+def _read_kernel(scale_ptr, size_ptr):
+    code = tl.arange(0, 256)
+    tl.store(scale_ptr + code, scale_of(code))
+    tl.store(size_ptr + code, size_of(code))
 
 
-@pytest.mark.parametrize("dim", [8, 80, 128])
-def test_kernels_read_what_torch_reads(dim: int) -> None:
-    records = encode(segments("normal", (3,), dim, torch.bfloat16)).to(DEVICE)
-    records[1, sections(dim).scales :: 3] = 0  # vectors of scale 0
-    block = triton.next_power_of_2(dim)
-    pairs = torch.empty(3, dim // 2, device=DEVICE)
-    variances = torch.full((4, block // 2), float("nan"), device=DEVICE)
-    scales = torch.empty(3, 32, device=DEVICE)
-    _read_kernel[(1,)](
-        records,
-        pairs,
-        variances,
-        scales,
-        RECORD=record_bytes(dim),
-        HEAD_DIM=dim,
-        BLOCK_D=block,
-    )
-    assert torch.equal(pairs, read_pair_scales(records, dim))
-    at = sections(dim)
-    assert torch.equal(scales, code_scales(records[:, at.scales : at.base]))
-    assert torch.equal(variances[:3, : dim // 2], read_variances(records, dim))
-    assert (variances[3] == 0).all()
-    assert (variances[:, dim // 2 :] == 0).all()
+def test_kernels_read_what_torch_reads() -> None:
+    """Every code of a vector's scale and of a pair's size."""
+    codes = torch.arange(256, dtype=torch.int32, device=DEVICE)
+    scales, sizes = (torch.empty(256, device=DEVICE) for _ in range(2))
+    _read_kernel[(1,)](scales, sizes)
+    assert torch.equal(scales, code_scales(codes))
+    assert torch.equal(sizes, code_sizes(codes))
 
 
 @pytest.mark.gpu

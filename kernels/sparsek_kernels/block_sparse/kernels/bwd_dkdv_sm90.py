@@ -342,33 +342,23 @@ def block_sparse_hopper_dkdv_kernel(
     thread_barrier()
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    dk_ptr, dv_ptr, part_ptr, row_ptr, q_smem, g_smem, k_smem, v_smem, lse_smem,
-                    delta_smem, bars, valid, batch, kv_head, column, begin, count, masked, part,
-                    scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, HEADS, HEAD_DIM,
-                    CAUSAL, BLOCK, STAGES, HELD, 0,
-                ),
-            ),
-            (
-                _compute_partition,
-                (
-                    dk_ptr, dv_ptr, part_ptr, row_ptr, q_smem, g_smem, k_smem, v_smem, lse_smem,
-                    delta_smem, bars, valid, batch, kv_head, column, begin, count, masked, part,
-                    scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, HEADS, HEAD_DIM,
-                    CAUSAL, BLOCK, STAGES, HELD, 1,
-                ),
-            ),
-            (
-                _load_partition,
-                (
-                    q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, row_ptr, q_smem, g_smem,
-                    k_smem, v_smem, lse_smem, delta_smem, bars, batch, kv_head, head, column,
-                    begin, count, num_q, num_heads, HEADS, HEAD_DIM, BLOCK, STAGES,
-                ),
-            ),
+            (_compute_partition, (
+                dk_ptr, dv_ptr, part_ptr, row_ptr, q_smem, g_smem, k_smem, v_smem, lse_smem,
+                delta_smem, bars, valid, batch, kv_head, column, begin, count, masked, part,
+                scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, HEADS, HEAD_DIM,
+                CAUSAL, BLOCK, STAGES, HELD, 0,
+            )),
+            (_compute_partition, (
+                dk_ptr, dv_ptr, part_ptr, row_ptr, q_smem, g_smem, k_smem, v_smem, lse_smem,
+                delta_smem, bars, valid, batch, kv_head, column, begin, count, masked, part,
+                scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, HEADS, HEAD_DIM,
+                CAUSAL, BLOCK, STAGES, HELD, 1,
+            )),
+            (_load_partition, (
+                q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, row_ptr, q_smem, g_smem,
+                k_smem, v_smem, lse_smem, delta_smem, bars, batch, kv_head, head, column,
+                begin, count, num_q, num_heads, HEADS, HEAD_DIM, BLOCK, STAGES,
+            )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip

@@ -138,7 +138,7 @@ def _compute_partition(
     stride_dqb, stride_dqt, stride_dqh,
     num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, INDEX: gl.constexpr,
+    STAGES: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 rows of each item, three products per tile of keys."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -172,14 +172,10 @@ def _compute_partition(
             ds_half = gl.convert_layout(zero.to(dtype), P_LAYOUT)
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, DQ_LAYOUT)
             mbarrier.wait(q_full.index(INDEX), turn & 1)
-            q_tile = q_smem.index(INDEX)
-            g_tile = g_smem.index(INDEX)
-            if HELD >= 1:
-                q_tile = q_tile.load(A_LAYOUT)
-            if HELD == 2:
-                g_tile = g_tile.load(A_LAYOUT)
-                thread_barrier()
-                mbarrier.arrive(q_empty.index(INDEX), count=1)
+            q_tile = q_smem.index(INDEX).load(A_LAYOUT)
+            g_tile = g_smem.index(INDEX).load(A_LAYOUT)
+            thread_barrier()
+            mbarrier.arrive(q_empty.index(INDEX), count=1)
             for tile in range(tiles):
                 # dq comes a tile late, as dk does in the kernel for keys.
                 stage = fetched % STAGES
@@ -210,8 +206,6 @@ def _compute_partition(
                     mbarrier.arrive(k_empty.index(before), count=1)
                 ds_half = ds
                 fetched += 1
-            if HELD < 2:
-                mbarrier.arrive(q_empty.index(INDEX), count=1)
             if tiles > 0:
                 last = (fetched - 1) % STAGES
                 acc = warpgroup_mma(ds_half, k_smem.index(last), acc)
@@ -231,7 +225,7 @@ def block_sparse_hopper_dq_kernel(
     stride_dqb, stride_dqt, stride_dqh,
     num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor, each taking ``num_items / programs`` items.
 
@@ -250,33 +244,23 @@ def block_sparse_hopper_dq_kernel(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
-                    col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
-                    num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
-                    STAGES, HELD, 0,
-                ),
-            ),
-            (
-                _compute_partition,
-                (
-                    dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
-                    col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
-                    num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
-                    STAGES, HELD, 1,
-                ),
-            ),
-            (
-                _load_partition,
-                (
-                    q_desc, g_desc, k_desc, v_desc, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
-                    col_ptr, num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
-                    GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES,
-                ),
-            ),
+            (_compute_partition, (
+                dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
+                col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
+                num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
+                STAGES, 0,
+            )),
+            (_compute_partition, (
+                dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
+                col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
+                num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
+                STAGES, 1,
+            )),
+            (_load_partition, (
+                q_desc, g_desc, k_desc, v_desc, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
+                col_ptr, num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
+                GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES,
+            )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip

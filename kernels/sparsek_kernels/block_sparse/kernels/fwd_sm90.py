@@ -257,38 +257,25 @@ def block_sparse_hopper_fwd_kernel(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (
-                _attend_partition,
-                (
-                    out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
-                    plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
-                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 0,
-                ),
-            ),
-            (
-                _attend_partition,
-                (
-                    out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
-                    plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
-                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 1,
-                ),
-            ),
-            (
-                load_partition,
-                (
-                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, plan_full, plan_empty,
-                    bars, col_ptr, q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
-                    k_head_cols, v_head_cols, GROUP, HEAD_DIM, BLOCK, STAGES,
-                ),
-            ),
-            (
-                plan_partition,
-                (
-                    queue_ptr, crow_ptr, col_ptr, plans, plan_full, plan_empty, num_q, num_k,
-                    num_rows, num_kv_heads, num_items, pattern_heads, GROUP, CAUSAL, BLOCK,
-                ),
-            ),
+            (_attend_partition, (
+                out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
+                plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
+                num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 0,
+            )),
+            (_attend_partition, (
+                out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
+                plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
+                num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 1,
+            )),
+            (load_partition, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, plan_full, plan_empty,
+                bars, col_ptr, q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
+                k_head_cols, v_head_cols, GROUP, HEAD_DIM, BLOCK, STAGES,
+            )),
+            (plan_partition, (
+                queue_ptr, crow_ptr, col_ptr, plans, plan_full, plan_empty, num_q, num_k,
+                num_rows, num_kv_heads, num_items, pattern_heads, GROUP, CAUSAL, BLOCK,
+            )),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1], [240, 24, 24],
     )  # fmt: skip

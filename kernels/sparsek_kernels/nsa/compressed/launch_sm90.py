@@ -37,36 +37,22 @@ _MOST_SEGMENTS = 32
 
 @dataclass(frozen=True)
 class Arranged:
-    """Compressed keys and values in the order of the forward kernel (``arranged_key``).
+    """Compressed keys and values in the order of the forward kernel (``arranged_key``)."""
 
-    Args:
-        k: ``[B, whole tiles, Hkv, D]``, permuted within each tile.
-        v: values with the shape and order of ``k``.
-        longest: ``[2]`` fp32, norms of the longest key and of the longest of some sampled queries.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    longest: torch.Tensor
+    k: torch.Tensor  # [B, whole tiles, Hkv, D], permuted within each tile
+    v: torch.Tensor  # the same
+    longest: torch.Tensor  # [2] fp32, norms of the longest key and of the longest sampled query
 
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Sums of attention weights over selection blocks, from which block scores are made.
+    """Sums of attention weights over selection blocks, from which block scores are made."""
 
-    Args:
-        words: ``[B, rows, Hq, pitch, 16]`` int32, flat; each word holds two sums of 16 bits.
-        maxima: ``[B, rows, Hq, pitch]`` fp32, flat; base-2 logarithms that sums are relative to.
-        first: first row of q that the sums are of.
-        rows: number of rows.
-        pitch: tiles of 32 blocks per row.
-    """
-
-    words: torch.Tensor
-    maxima: torch.Tensor
-    first: int
-    rows: int
-    pitch: int
+    words: torch.Tensor  # [B, rows, Hq, pitch, 16] int32, flat; each holds two sums of 16 bits
+    maxima: torch.Tensor  # [B, rows, Hq, pitch] fp32, flat; base-2 logarithms that sums refer to
+    first: int  # row of q from which on the sums are
+    rows: int  # number of rows
+    pitch: int  # tiles of 32 blocks per row
 
 
 def arrange(problem: CompressedProblem) -> Arranged:

@@ -7,25 +7,16 @@ from functools import cached_property
 
 import torch
 
-from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, launch_config
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 
 
 @dataclass(frozen=True, eq=False)
 class CompressedProblem:
-    """Queries, compressed keys and values, and the rules of one call.
+    """Checked inputs of one call, as ``compressed_attention`` names them.
 
-    Args:
-        q: ``[B, N, Hq, D]``, the last N tokens.
-        k_cmp: ``[B, C, Hkv, D]``.
-        v_cmp: ``[B, C, Hkv, D]``; selection does not read it.
-        seq_len: tokens that were compressed, M.
-        cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
-        spec: block sizes and counts.
-        softmax_scale: factor of ``q . k``.
-        tuned: launch parameters instead of the table's.
+    Selection does not read ``v_cmp``; ``tuned`` are launch parameters instead of the table's.
     """
 
     q: torch.Tensor
@@ -40,7 +31,7 @@ class CompressedProblem:
     @cached_property
     def shape(self) -> ProblemShape:
         """Sizes, as the table of launch parameters takes them."""
-        return problem_shape(self.q, self.k_cmp.shape[2], self.seq_len)
+        return ProblemShape.of(self.q, self.seq_len, self.k_cmp.shape[2])
 
     @cached_property
     def config(self) -> LaunchConfig:

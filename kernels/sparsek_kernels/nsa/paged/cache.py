@@ -49,11 +49,7 @@ class NSAPages:
         return int(self.k_slc.shape[2])
 
     def check(self) -> None:
-        """Check that the views belong together.
-
-        Raises:
-            TypeError, ValueError: one does not fit; the message names it.
-        """
+        """Check that the views belong together."""
         shape, device = tuple(self.k_slc.shape), self.k_slc.device
         dtype = (self.k_slc.dtype,)
         for name in ("k_raw", "v_raw", "k_slc", "v_slc", "k_swa", "v_swa"):
@@ -93,9 +89,7 @@ class Compression:
 def check_paged_spec(spec: NSASpec, page_size: int) -> None:
     """Check that a layer can be served from pages of ``page_size`` tokens.
 
-    Raises:
-        ValueError: sizes that do not nest, or forced blocks that leave nothing to choose or
-            leave out the query's own; the message names the field.
+    Its sizes nest, and the forced blocks have the query's own and leave some to choose.
     """
     size = spec.sel_block_size
     if page_size % spec.cmp_stride:

@@ -21,12 +21,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.attend.launch import attend_segment
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.config import (
-    choose_splits,
-    largest_part,
-    most_splits,
-    next_power_of_2,
-)
+from sparsek_kernels.paged.config import choose_splits, largest_part, most_splits, next_power_of_2
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
@@ -35,22 +30,13 @@ from sparsek_kernels.paged.scratch import workspace
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Launch parameters of the kernels; ``benchmarks/tune_nsa_decode.py`` times alternatives.
+    """Launch parameters of the kernels; ``benchmarks/tune_nsa_decode.py`` times alternatives."""
 
-    Args:
-        cmp_rows: compressed rows that a program attends at a time (half above 128 dimensions).
-        cmp_programs: programs of compressed attention per multiprocessor that splitting aims at.
-        cmp_warps: warps of such a program.
-        cmp_stages: depth of its software pipeline.
-        score_rows: compressed rows that a program scores.
-        score_warps: warps of such a program.
-    """
-
-    cmp_rows: int = 64
-    cmp_programs: int = 2
+    cmp_rows: int = 64  # compressed rows attended at a time (half above 128 dimensions)
+    cmp_programs: int = 2  # of compressed attention, per multiprocessor, that splitting aims at
     cmp_warps: int = 4
     cmp_stages: int = 2
-    score_rows: int = 128
+    score_rows: int = 128  # compressed rows that a program scores
     score_warps: int = 4
 
 

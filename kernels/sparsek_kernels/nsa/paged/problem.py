@@ -13,15 +13,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 
 @dataclass(frozen=True)
 class PagedProblem:
-    """The new tokens of a batch and the pages that they attend.
-
-    Args:
-        q: ``[T, Hq, D]``; the decodes' tokens come first.
-        pages: one layer's cache, which holds the tokens and the blocks that they complete.
-        batch: the requests.
-        spec: block sizes and counts.
-        softmax_scale: factor of ``q . k``.
-    """
+    """Checked inputs of one call, as ``nsa_paged_attention`` names them."""
 
     q: torch.Tensor
     pages: NSAPages

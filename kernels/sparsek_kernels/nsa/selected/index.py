@@ -19,36 +19,22 @@ class InverseIndex:
     """Queries by block.
 
     Key ``(chunk * Hkv + kv_head) * num_blocks + block`` numbers a pair of a chunk; blocks are
-    numbered through all sequences of the batch.
-
-    Args:
-        entries: ``[B * N * Hkv * S]`` int32, the slot of each entry: a place in ``block_indices``.
-            Sorted by key, rows ascending; slots that hold -1 come last.
-        entry_rows: int32, the row of q, within its batch, of each entry.
-        entry_offsets: ``[keys + 1]`` int32, where a key's entries start.
-        item_offsets: ``[keys + 1]`` int32, where a key's items start.
-        item_keys: ``[items]`` int32, the key of each item (an upper bound of items).
-        block_seq: ``[num_blocks]`` int32, the sequence of each block.
-        cu_blocks: ``[sequences + 1]`` int32, the first block of each sequence.
-        chunk_rows: rows of ``[B * N]`` in a chunk.
-        num_chunks: chunks.
-        num_blocks: blocks of the batch (an upper bound when packed).
-        chunk_items: an upper bound of the items of one chunk.
-        item_entries: most entries of an item.
+    numbered through all sequences of the batch.  Entries are sorted by key, rows ascending; slots
+    that hold -1 come last.  Tensors are int32.
     """
 
-    entries: torch.Tensor
-    entry_rows: torch.Tensor
-    entry_offsets: torch.Tensor
-    item_offsets: torch.Tensor
-    item_keys: torch.Tensor
-    block_seq: torch.Tensor
-    cu_blocks: torch.Tensor
-    chunk_rows: int
+    entries: torch.Tensor  # [B * N * Hkv * S], the slot of each: a place in ``block_indices``
+    entry_rows: torch.Tensor  # the row of q, within its batch, of each entry
+    entry_offsets: torch.Tensor  # [keys + 1], where a key's entries start
+    item_offsets: torch.Tensor  # [keys + 1], where a key's items start
+    item_keys: torch.Tensor  # [items], the key of each item (an upper bound of items)
+    block_seq: torch.Tensor  # [num_blocks], the sequence of each block
+    cu_blocks: torch.Tensor  # [sequences + 1], the first block of each sequence
+    chunk_rows: int  # rows of [B * N] in a chunk
     num_chunks: int
-    num_blocks: int
-    chunk_items: int
-    item_entries: int
+    num_blocks: int  # of the batch (an upper bound when packed)
+    chunk_items: int  # an upper bound of the items of one chunk
+    item_entries: int  # most entries of an item
 
 
 def _block_tables(problem: SelectedProblem) -> tuple[torch.Tensor, torch.Tensor, int]:

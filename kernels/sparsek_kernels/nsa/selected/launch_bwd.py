@@ -58,10 +58,10 @@ def backward_rows(
     dq_part = torch.empty(plan.part_shape, dtype=q.dtype, device=q.device)
     size = (2, index.chunk_items, problem.block_n, shape.head_dim)
     dk_part, dv_part = torch.empty(size, dtype=torch.float32, device=q.device)
-    block_t, tile = problem.tile_tokens(32), config.selected_bwd
+    block_t = problem.tile_tokens(32)
     part_kernel: Any = nsa_selected_bwd_part_kernel
     strides = (*dout.stride(), *q.stride(), *k.stride(), *v.stride())
-    options = {**plan.portable_options(tile), "ROWS_FIRST": tile.block_m >= 128}
+    options = plan.portable_options(config.selected_bwd)
     sm90 = plan.sm90_tile(config.selected_bwd_hopper, dout, q, k, v)
     if sm90 is not None:
         part_kernel = nsa_selected_hopper_bwd_part_kernel

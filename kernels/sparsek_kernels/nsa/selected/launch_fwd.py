@@ -184,10 +184,8 @@ def _combiner(
             **problem.portable_rules,
             "BLOCK_T": block_t,
             "BLOCK_S": block_s,
-            "NEAR_STAGES": 2 if tile.max_registers is None else 1,
             "NUM_STAGES": tile.num_stages,
             "num_warps": tile.num_warps,
-            "maxnreg": tile.max_registers,
         }
 
     def launch(chunk: Chunk) -> None:

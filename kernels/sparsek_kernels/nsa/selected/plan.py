@@ -30,13 +30,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A problem and the inverse index of its selection.
-
-    Args:
-        problem: the call.
-        index: which queries chose each block.
-        together: chunks of ``index`` that one launch serves.
-    """
+    """A problem and the inverse index of its selection, ``together`` chunks of it in a launch."""
 
     problem: SelectedProblem
     index: InverseIndex
@@ -90,7 +84,6 @@ class LaunchPlan:
             **self.problem.portable_rules,
             "BLOCK_E": self.problem.tile_tokens(tile.block_m),
             **tile.pipeline,
-            "maxnreg": tile.max_registers,
         }
 
     def sm90_options(self, tile: TileConfig, registers: int | None) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, launch_config
 
 MAX_SEL_BLOCK = 128
 """Largest selection block that the kernels hold on chip."""
@@ -17,18 +16,9 @@ MAX_SEL_BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class SelectedProblem:
-    """Causal attention inside chosen blocks (arXiv 2502.11089, section 3.3.2).
+    """Checked inputs of one call, as ``selected_attention`` names them.
 
-    Args:
-        q: ``[B, N, Hq, D]``, the last N tokens.
-        k: ``[B, M, Hkv, D]``.
-        v: ``[B, M, Hkv, D]``.
-        block_indices: ``[B, N, Hkv, S]`` int32 blocks of the token's sequence, -1 for none; made
-            contiguous.
-        cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
-        sel_block_size: tokens of a block.
-        softmax_scale: factor of ``q . k``.
-        tuned: launch parameters instead of the table's.
+    ``block_indices`` are made contiguous; ``tuned`` are launch parameters instead of the table's.
     """
 
     q: torch.Tensor
@@ -46,7 +36,7 @@ class SelectedProblem:
     @cached_property
     def shape(self) -> ProblemShape:
         """Sizes, as the table of launch parameters takes them."""
-        return problem_shape(self.q, self.k.shape[2], self.k.shape[1])
+        return ProblemShape.of(self.q, *self.k.shape[1:3])
 
     @cached_property
     def config(self) -> LaunchConfig:

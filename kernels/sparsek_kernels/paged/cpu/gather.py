@@ -68,14 +68,9 @@ class RunReader:
             self._offset_units = offset // unit
 
     def locate(self, pages: torch.Tensor, runs: torch.Tensor | int = 0) -> torch.Tensor:
-        """Name runs of every KV head.
+        """Name runs of every KV head, ``[T, Hkv, n]`` int64.
 
-        Args:
-            pages: ``[T, 1 or Hkv, n]`` int64 physical pages.
-            runs: run within the page, of the same shape.
-
-        Returns:
-            ``[T, Hkv, n]`` int64.
+        ``runs`` are places within the physical ``pages [T, 1 or Hkv, n]``.
         """
         head = torch.arange(self.heads, device=pages.device).view(self.heads, 1)
         if self._flat is None:
@@ -107,13 +102,9 @@ def block_reader(cache: torch.Tensor, sel_block_size: int) -> RunReader:
 def locate_blocks(
     reader: RunReader, table: torch.Tensor, num_blocks: int, sel_block_size: int
 ) -> torch.Tensor:
-    """Name the runs of the first ``num_blocks`` blocks of sequences.
+    """Name the runs of sequences' first blocks: ``[T, Hkv, num_blocks, runs per block]`` int64.
 
-    Args:
-        table: ``[T, W]`` int64 page table rows; blocks past them name the last page.
-
-    Returns:
-        ``[T, Hkv, num_blocks, runs per block]`` int64.
+    Blocks past the page table rows ``table [T, W]`` name the last page.
     """
     per_block = sel_block_size // reader.run_tokens
     run = torch.arange(num_blocks * per_block)
@@ -124,14 +115,9 @@ def locate_blocks(
 
 
 def pick_blocks(located: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Names of chosen blocks' runs.
+    """Names ``[T, Hkv, n * runs per block]`` of the runs of ``blocks [T, Hkv, n]``.
 
-    Args:
-        located: ``[1 or T, Hkv, num_blocks, runs per block]`` of :func:`locate_blocks`.
-        blocks: ``[T, Hkv, n]`` int64.
-
-    Returns:
-        ``[T, Hkv, n * runs per block]``.
+    ``located`` is of :func:`locate_blocks`, for all ``T`` or for each.
     """
     per_block = located.shape[-1]
     source = located.expand(blocks.shape[0], -1, -1, -1)
@@ -142,15 +128,7 @@ def pick_blocks(located: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def read_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """First ``length`` tokens of a sequence.
-
-    Args:
-        cache: ``[P, Hkv, page_size, D]``.
-        pages: ``[W]`` int64 page table row.
-
-    Returns:
-        ``[Hkv, length, D]`` (a view of a fresh copy).
-    """
+    """First tokens ``[Hkv, length, D]`` of a sequence with the page table row ``pages [W]``."""
     reader = RunReader(cache, cache.shape[2])
     count = -(-length // reader.page_size)
     rows = reader.read(reader.locate(pages[:count].view(1, 1, count)))

@@ -19,19 +19,6 @@ _GATHER_ELEMENTS = 1 << 22
 """Elements of K that one group of tiles may gather: bounds scratch, keeps it near the caches."""
 
 
-@dataclass(frozen=True)
-class SummaryIndex:
-    """Where the summaries of some sequences' first blocks are; shared by layers.
-
-    Args:
-        table: ``[T, W]`` int64 page table rows.
-        num_blocks: blocks to score.
-    """
-
-    table: torch.Tensor
-    num_blocks: int
-
-
 def not_competing(
     block: torch.Tensor, position: torch.Tensor, rule: SelectionPolicy
 ) -> torch.Tensor:
@@ -45,9 +32,10 @@ def not_competing(
 class TokenScoring:
     """Scoring of single tokens, each a tile of its own (decodes)."""
 
-    index: SummaryIndex
-    future: torch.Tensor | None  # [T, 1, 1, blocks] bool: a token's own block and later ones
-    outside: torch.Tensor  # [T, 1, blocks] bool
+    table: torch.Tensor  # [1 or T, W] int64 page table rows
+    num_blocks: int  # blocks to score, the first ones of the sequences
+    future: torch.Tensor | None  # [T, 1, blocks] bool, a token's own block and later ones
+    outside: torch.Tensor  # [T, 1, blocks] bool, blocks that do not compete
 
 
 def plan_tokens(
@@ -56,35 +44,25 @@ def plan_tokens(
     """Index tensors to score ``T`` tokens.  table: ``[T, W]``; positions: ``[T]``."""
     own = positions // rule.sel_block_size
     block = torch.arange(int(own.max()))
-    future = block >= own[:, None]
+    future = (block >= own[:, None])[:, None]
     outside = not_competing(block, positions, rule)
-    return TokenScoring(
-        index=SummaryIndex(table, block.shape[0]),
-        future=future[:, None, None] if future.any() else None,
-        outside=outside,
-    )
+    return TokenScoring(table, block.shape[0], future if future.any() else None, outside)
 
 
 @dataclass(frozen=True)
 class TileGroup:
     """Tiles that attend equally many blocks: selected ones, then sinks, then local ones.
 
-    Args:
-        table: ``[1 or T, W]`` int64 page table rows.
-        forced: ``[T, 1, sinks + locals]`` int64 blocks.
-        num_keys: keys of a tile, up to the last one that any query sees.
-        bias: ``[1 or T, 1, Q, num_keys]``, 0 or -inf, over the keys in the order above; ``None``
-            where every query sees them all.
-        stale: ``[T, 1, last keys, 1]`` bool, keys past the sequence's end; or ``None``.
-        num_blocks: blocks of the longest sequence.
+    ``bias [1 or T, 1, Q, num_keys]`` is 0 or -inf over the keys in that order, ``None`` where every
+    query sees them all.
     """
 
-    table: torch.Tensor
-    forced: torch.Tensor
-    num_keys: int
+    table: torch.Tensor  # [1 or T, W] int64 page table rows
+    forced: torch.Tensor  # [T, 1, sinks + locals] int64 blocks
+    num_keys: int  # of a tile, up to the last one that any query sees
     bias: torch.Tensor | None
-    stale: torch.Tensor | None
-    num_blocks: int
+    stale: torch.Tensor | None  # [T, 1, last keys, 1] bool, keys past the sequence's end
+    num_blocks: int  # of the longest sequence
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
     _located: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.cpu.plan import (
-    TileGroup,
-    TokenScoring,
-    plan_decodes,
-    plan_prefill,
-    plan_tokens,
-)
+from sparsek_kernels.paged.cpu.plan import TokenScoring, plan_decodes, plan_prefill, plan_tokens
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -25,21 +19,12 @@ NOTHING = 1 << 40
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens that choose, each for itself.
-
-    Args:
-        q: ``[T, Hkv, G, D]``.
-        positions: ``[T]`` int64.
-        requests: ``[T]`` int64, of the segment's batch.
-        scoring: which blocks they score.
-        group: the tiles that they are.
-    """
+    """Tokens that choose, each for itself: ``q [T, Hkv, G, D]``, and int64 ``[T]`` of each."""
 
     q: torch.Tensor
     positions: torch.Tensor
     requests: torch.Tensor
     scoring: TokenScoring
-    group: TileGroup
 
 
 Score = Callable[[Tokens], torch.Tensor]
@@ -47,14 +32,10 @@ Score = Callable[[Tokens], torch.Tensor]
 
 
 def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` best blocks, ascending; ties go to the lower index.
+    """The ``count`` best blocks, ``[T, Hkv, at most count]`` int64, ascending.
 
-    Args:
-        scores: ``[T, Hkv, blocks]``, not negative, overwritten.
-        outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
-
-    Returns:
-        ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer.
+    Ties go to the lower index; :data:`NOTHING` stands where there are fewer.  ``scores
+    [T, Hkv, blocks]``, not negative, are overwritten; blocks ``outside`` do not compete.
     """
     scores.masked_fill_(outside, -1.0)
     ranked, blocks = torch.sort(scores, dim=-1, descending=True, stable=True)
@@ -63,10 +44,9 @@ def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.
 
 
 def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> torch.Tensor:
-    """Indices of single tokens: of decodes, or of prefills whose tiles are single tokens.
+    """Indices ``[tokens, Hkv, scored_blocks]`` of single tokens, -1 where all is seen.
 
-    Returns:
-        ``[tokens, Hkv, scored_blocks]`` int32, -1 where a token sees everything.
+    They are of decodes, or of prefills whose tiles are single tokens.
     """
     batch, policy = segment.batch, segment.policy
     q = operands.q.unflatten(1, (operands.heads, -1))
@@ -79,9 +59,9 @@ def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> to
 
     if segment.decodes:
         plan = plan_decodes(batch, policy, operands.page_size)
-        if plan.scoring is not None and plan.group is not None:
+        if plan.scoring is not None:
             rows = q.index_select(0, plan.rows)
-            fill(plan.rows, Tokens(rows, plan.positions, plan.requests, plan.scoring, plan.group))
+            fill(plan.rows, Tokens(rows, plan.positions, plan.requests, plan.scoring))
         return chosen
     row = 0
     for request in range(batch.num_requests):
@@ -92,13 +72,8 @@ def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> to
             begin, end = max(first, prefill.dense_end, start), min(first + tiles, lengths[request])
             where = torch.arange(begin, end)
             part = q[token + begin - start : token + end - start]
-            tokens = Tokens(
-                part,
-                where,
-                torch.full_like(where, request),
-                plan_tokens(group.table, where, policy),
-                group,
-            )
+            scoring = plan_tokens(group.table, where, policy)
+            tokens = Tokens(part, where, torch.full_like(where, request), scoring)
             fill(slice(row + begin - start, row + end - start), tokens)
         row += counts[request]
     return chosen

@@ -10,8 +10,7 @@ import torch
 
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.recording import run
-from sparsek_kernels.paged.config import next_power_of_2
-from sparsek_kernels.paged.index.config import top_warps
+from sparsek_kernels.paged.config import next_power_of_2, top_warps
 from sparsek_kernels.paged.index.kernels.top_blocks import top_blocks_kernel
 from sparsek_kernels.paged.index.problem import Selection, Step
 from sparsek_kernels.paged.operands import PagedOperands

@@ -90,11 +90,6 @@ class Selection:
         operands = replace(self.operands, q=self.q[first:last])
         return replace(self, out=out, operands=operands, batch=batch, tiles=None)
 
-    def complete(self, scores: torch.Tensor, numel: int) -> torch.Tensor:
-        """The first ``numel`` scores, each from the rank that holds its block; flat."""
-        ranks = self.operands.ranks
-        return scores if ranks is None else ranks.largest(scores[:numel])
-
     def rule(self) -> dict[str, int]:
         """Compile-time constants of the policy."""
         return {

@@ -32,10 +32,7 @@ def block_logits_reference(
 
 
 def block_scores_reference(
-    q: torch.Tensor,
-    vectors: torch.Tensor,
-    per_block: int,
-    softmax_scale: float,
+    q: torch.Tensor, vectors: torch.Tensor, per_block: int, softmax_scale: float
 ) -> torch.Tensor:
     """Probabilities of blocks by their best vectors, summed over each GQA group.
 

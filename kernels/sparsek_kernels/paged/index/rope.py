@@ -11,12 +11,9 @@ import torch
 def unrotated(
     x: torch.Tensor, rotation: torch.Tensor | None, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Queries or keys as they were before their positions turned them, float32.
+    """``[n, heads, ..., D]`` float32 as it was before its positions ``[n]`` turned it.
 
-    Args:
-        x: ``[n, heads, ..., D]``, turned.
-        rotation: of the batch; ``x`` is returned as it is where there is none.
-        positions: ``[n]`` int64; those past the table are undefined.
+    Without a rotation it is as it is; positions past the table are undefined.
     """
     if rotation is None:
         return x

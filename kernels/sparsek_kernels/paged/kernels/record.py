@@ -90,27 +90,3 @@ def e5m2_code(x):
 def of_e5m2_code(code):
     """Float16 numbers of non-negative codes of float8 e5m2, which are the first 8 of their bits."""
     return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def load_pair_scales(record, live, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Sizes of RoPE pairs, of the first and the second ``HEAD_DIM / 4``: twice ``[N, BLOCK_Q]``.
-
-    record: ``[N]`` pointers to bytes; live: ``[N]``, those that are read.  Columns from
-    ``HEAD_DIM / 4`` on and rows that are not live hold no meaning.
-    """
-    offs = tl.arange(0, BLOCK_Q)
-    at: tl.constexpr = pairs_at(HEAD_DIM)
-    mask = live[:, None] & (offs < HEAD_DIM // 4)[None, :]
-    below = tl.load(record[:, None] + at + offs[None, :], mask=mask, other=0).to(tl.int32)
-    base = tl.load(record + base_at(HEAD_DIM), mask=live, other=0).to(tl.int32)[:, None]
-    return size_of(base - (below & 15)), size_of(base - (below >> 4))
-
-
-@triton.jit
-def load_variances(record, live, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Variances of RoPE pairs, ``[N, BLOCK_P]`` float16; 0 from ``HEAD_DIM / 2``, and not live."""
-    offs = tl.arange(0, BLOCK_P)
-    at: tl.constexpr = variance_at(HEAD_DIM)
-    mask = live[:, None] & (offs < HEAD_DIM // 2)[None, :]
-    return of_e5m2_code(tl.load(record[:, None] + at + offs[None, :], mask=mask, other=0))

@@ -19,13 +19,9 @@ NO_KEY: tl.constexpr = tl.constexpr(1 << 30)  # a position past every query
 @triton.jit
 def tile_span(
     tile,
-    tiles_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    FROM_TABLE: tl.constexpr,
-    TILES_PER_REQUEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Positions of a tile: ``(request, base, low, high, token_of_zero)``.
 
     ``base`` is the position of the tile's row 0, ``[low, high]`` the query positions it holds
@@ -57,16 +53,11 @@ def tile_span(
 
 @triton.jit
 def tile_sees_all(
-    tile_start,
-    dense_below,
-    MODE: tl.constexpr,
-    POLICY_TILE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
+    tile_start, dense_below,
+    MODE: tl.constexpr, POLICY_TILE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
     ALIGN: tl.constexpr = 1,
-):
+):  # fmt: skip
     """``SelectionPolicy.sees_all`` of the policy tile that starts at ``tile_start``."""
     if MODE == DENSE:
         full = tile_start >= 0
@@ -82,18 +73,10 @@ def tile_sees_all(
 
 @triton.jit
 def tile_list(
-    tile_start,
-    low,
-    high,
-    full,
-    window,
-    MODE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    ALIGN: tl.constexpr = 1,
-):
+    tile_start, low, high, full, window,
+    MODE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr, ALIGN: tl.constexpr = 1,
+):  # fmt: skip
     """The ordered list of attended blocks as ``(num_front, num_selected, first_local, count)``.
 
     Entry ``t`` is block ``t`` below ``num_front``, the ``t - num_front``-th selected block for the

@@ -228,39 +228,29 @@ def sink_window_hopper_bwd_kernel(
     dv_ptr += segment.to(gl.int64) * stride_dks
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    dk_ptr, dv_ptr, sink_dk_ptr, sink_dv_ptr, q_smem, dout_smem, k_smem, v_smem,
-                    ds_smem, dq_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
-                    g_empty, dq_full, dq_empty, seq, batch, kv_head, block, q_len, k_start, k_len,
-                    start, m_left, m_full, m_all, scale, num_sink, window_size, stride_dkb,
-                    stride_dkt, stride_dkh, num_heads,
-                    GROUP, HEAD_DIM, CAUSAL, WINDOWED, HAS_SINK_KEYS, BLOCK_M, BLOCK_N,
-                    Q_STAGES, G_STAGES, KEY_BLOCK, KEY_STRIDE,
-                ),
-            ),
-            (
-                load_partition,
-                (
-                    q_desc, dout_desc, k_desc, v_desc, lse_ptr, delta_ptr, q_smem, dout_smem,
-                    k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
-                    g_empty, batch, kv_head, block, q_start, q_len, k_start, start, m_all,
-                    q_batch_rows, g_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
-                    g_head_cols,
-                    k_head_cols, v_head_cols, num_q, num_heads,
-                    GROUP, WINDOWED, BLOCK_M, BLOCK_N, Q_STAGES, G_STAGES,
-                ),
-            ),
-            (
-                add_partition,
-                (
-                    dq_desc, dq_smem, dq_full, dq_empty, order_ptr, seq, batch, kv_head, block,
-                    q_start, q_len, k_len, start, m_all, order_blocks, num_q,
-                    num_heads, GROUP, VARLEN, WINDOWED, OVERWRITES, BLOCK_M, BLOCK_N,
-                ),
-            ),
+            (_compute_partition, (
+                dk_ptr, dv_ptr, sink_dk_ptr, sink_dv_ptr, q_smem, dout_smem, k_smem, v_smem,
+                ds_smem, dq_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
+                g_empty, dq_full, dq_empty, seq, batch, kv_head, block, q_len, k_start, k_len,
+                start, m_left, m_full, m_all, scale, num_sink, window_size, stride_dkb,
+                stride_dkt, stride_dkh, num_heads,
+                GROUP, HEAD_DIM, CAUSAL, WINDOWED, HAS_SINK_KEYS, BLOCK_M, BLOCK_N,
+                Q_STAGES, G_STAGES, KEY_BLOCK, KEY_STRIDE,
+            )),
+            (load_partition, (
+                q_desc, dout_desc, k_desc, v_desc, lse_ptr, delta_ptr, q_smem, dout_smem,
+                k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
+                g_empty, batch, kv_head, block, q_start, q_len, k_start, start, m_all,
+                q_batch_rows, g_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
+                g_head_cols,
+                k_head_cols, v_head_cols, num_q, num_heads,
+                GROUP, WINDOWED, BLOCK_M, BLOCK_N, Q_STAGES, G_STAGES,
+            )),
+            (add_partition, (
+                dq_desc, dq_smem, dq_full, dq_empty, order_ptr, seq, batch, kv_head, block,
+                q_start, q_len, k_len, start, m_all, order_blocks, num_q,
+                num_heads, GROUP, VARLEN, WINDOWED, OVERWRITES, BLOCK_M, BLOCK_N,
+            )),
         ],
-        [1, 1],
-        [24, 24],
+        [1, 1], [24, 24],
     )  # fmt: skip

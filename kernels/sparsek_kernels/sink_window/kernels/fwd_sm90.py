@@ -305,40 +305,30 @@ def sink_window_hopper_fwd_kernel(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, tail_done)
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    out_ptr, lse_ptr, q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
-                    sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
-                    window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
-                    num_blocks, num_tiles, heads_together, GROUP, HAS_SINK_KEYS, HAS_SINKS,
-                    STORE_LSE, VARLEN, PAIRED, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S,
-                    HOLD_Q, STAGES, 0,
-                ),
-            ),
-            (
-                _compute_partition,
-                (
-                    out_ptr, lse_ptr, q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
-                    sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
-                    window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
-                    num_blocks, num_tiles, heads_together, GROUP, HAS_SINK_KEYS, HAS_SINKS,
-                    STORE_LSE, VARLEN, PAIRED, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S,
-                    HOLD_Q, STAGES, 1,
-                ),
-            ),
-            (
-                load_partition,
-                (
-                    q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc, q_smem, k_smem, v_smem,
-                    sink_k_smem, sink_v_smem, bars, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                    window_size, q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
-                    k_head_cols, v_head_cols, num_q, num_k, num_heads, num_blocks, num_tiles,
-                    heads_together, GROUP, HAS_SINK_KEYS, VARLEN, PAIRED, CAUSAL, WINDOWED,
-                    BLOCK_N, STAGES,
-                ),
-            ),
+            (_compute_partition, (
+                out_ptr, lse_ptr, q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
+                sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
+                window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
+                num_blocks, num_tiles, heads_together, GROUP, HAS_SINK_KEYS, HAS_SINKS,
+                STORE_LSE, VARLEN, PAIRED, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S,
+                HOLD_Q, STAGES, 0,
+            )),
+            (_compute_partition, (
+                out_ptr, lse_ptr, q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
+                sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
+                window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
+                num_blocks, num_tiles, heads_together, GROUP, HAS_SINK_KEYS, HAS_SINKS,
+                STORE_LSE, VARLEN, PAIRED, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S,
+                HOLD_Q, STAGES, 1,
+            )),
+            (load_partition, (
+                q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc, q_smem, k_smem, v_smem,
+                sink_k_smem, sink_v_smem, bars, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                window_size, q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
+                k_head_cols, v_head_cols, num_q, num_k, num_heads, num_blocks, num_tiles,
+                heads_together, GROUP, HAS_SINK_KEYS, VARLEN, PAIRED, CAUSAL, WINDOWED,
+                BLOCK_N, STAGES,
+            )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip

@@ -231,21 +231,14 @@ def sink_window_hopper_small_kernel(
     sizes = (num_q, num_k, num_heads)
     gl.warp_specialize(
         [
-            (
-                _split_partition,
-                (
-                    pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
-                    HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, 0,
-                ),
-            ),
-            (
-                _split_partition,
-                (
-                    pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
-                    HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, 1,
-                ),
-            ),
+            (_split_partition, (
+                pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
+                HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, 0,
+            )),
+            (_split_partition, (
+                pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
+                HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, 1,
+            )),
         ],
-        [4],
-        [240],
+        [4], [240],
     )  # fmt: skip

@@ -28,11 +28,7 @@ from sparsek_kernels.common.kernels.masks import last_key
 from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, lane_sums
 from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
-from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import (
-    KEYS,
-    arranged_key,
-    block_sums,
-)
+from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS, arranged_key, block_sums
 from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     Q_STAGES,
     ROWS,
@@ -293,31 +289,21 @@ def nsa_compressed_hopper_fwd_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    where, out_ptr, lse_ptr, words_ptr, maxima_ptr, q_smem, k_smem, v_smem, bars,
-                    scale_log2, longest, num_q, pitch, num_tiles, GROUP, HEAD_DIM, SUMS, BOUNDED,
-                    BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 0,
-                ),
-            ),
-            (
-                _compute_partition,
-                (
-                    where, out_ptr, lse_ptr, words_ptr, maxima_ptr, q_smem, k_smem, v_smem, bars,
-                    scale_log2, longest, num_q, pitch, num_tiles, GROUP, HEAD_DIM, SUMS, BOUNDED,
-                    BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 1,
-                ),
-            ),
-            (
-                load_partition,
-                (
-                    where, q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, q_batch_rows,
-                    q_head_cols, k_batch_rows, num_tiles, GROUP, VARLEN, BOUNDED, STAGES, CMP_BLOCK,
-                    CMP_STRIDE,
-                ),
-            ),
+            (_compute_partition, (
+                where, out_ptr, lse_ptr, words_ptr, maxima_ptr, q_smem, k_smem, v_smem, bars,
+                scale_log2, longest, num_q, pitch, num_tiles, GROUP, HEAD_DIM, SUMS, BOUNDED,
+                BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 0,
+            )),
+            (_compute_partition, (
+                where, out_ptr, lse_ptr, words_ptr, maxima_ptr, q_smem, k_smem, v_smem, bars,
+                scale_log2, longest, num_q, pitch, num_tiles, GROUP, HEAD_DIM, SUMS, BOUNDED,
+                BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 1,
+            )),
+            (load_partition, (
+                where, q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, q_batch_rows,
+                q_head_cols, k_batch_rows, num_tiles, GROUP, VARLEN, BOUNDED, STAGES, CMP_BLOCK,
+                CMP_STRIDE,
+            )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip

@@ -178,38 +178,22 @@ def nsa_block_scores_hopper_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 0,
-                ),
-            ),
-            (
-                _compute_partition,
-                (
-                    given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 1,
-                ),
-            ),
-            (
-                _compute_partition,
-                (
-                    given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 2,
-                ),
-            ),
-            (
-                _compute_partition,
-                (
-                    given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 3,
-                ),
-            ),
-            (
-                _load_partition,
-                (
-                    k_desc, k_smem, full, empty, batch * k_batch_rows + c_start,
-                    kv_head * k_head_cols, steps, STAGES,
-                ),
-            ),
+            (_compute_partition, (
+                given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 0,
+            )),
+            (_compute_partition, (
+                given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 1,
+            )),
+            (_compute_partition, (
+                given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 2,
+            )),
+            (_compute_partition, (
+                given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 3,
+            )),
+            (_load_partition, (
+                k_desc, k_smem, full, empty, batch * k_batch_rows + c_start,
+                kv_head * k_head_cols, steps, STAGES,
+            )),
         ],
-        [4, 4, 4, 1],
-        [112, 112, 112, 24],
+        [4, 4, 4, 1], [112, 112, 112, 24],
     )  # fmt: skip

@@ -30,12 +30,9 @@ def nsa_selected_bwd_part_kernel(
     first_key, num_keys, first_slot, num_blocks, num_kv_heads, num_q, num_k, offset, item_entries,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SEL_BLOCK: tl.constexpr, VARLEN: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: up to ``item_entries`` queries that chose one block, ``BLOCK_E`` at a time.
-
-    ``ROWS_FIRST`` keeps the scores of many rows as ``[rows, BLOCK_N]``, which spreads ``dk`` and
-    ``dv`` over more warps; otherwise they are ``[BLOCK_N, rows]`` and need no transposition.
 
     Writes fp32 ``dk_part`` and ``dv_part [items, BLOCK_N, D]``, and ``dq_part[slot - first_slot,
     member]`` in its own dtype, unscaled.
@@ -86,24 +83,14 @@ def nsa_selected_bwd_part_kernel(
         slot, row, member, mask_r = load_entries(
             entries_ptr, entry_rows_ptr, start + BLOCK_E, entry_end, GROUP, BLOCK_E, BLOCK_G
         )
-        if ROWS_FIRST:
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [rows, BLOCK_N]
-            seen = inside[None, :] & (key_pos[None, :] <= pos[:, None])
-            p = tl.where(seen, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
-            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [rows, BLOCK_N]
-            ds = (p * (dp - delta[:, None])).to(q.dtype)
-            dq = tl.dot(ds, k, input_precision=PRECISION)  # [rows, BLOCK_D]
-            dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision=PRECISION)
-            dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
-        else:
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, rows]
-            seen = inside[:, None] & (key_pos[:, None] <= pos[None, :])
-            p = tl.where(seen, tl.exp2(scores * scale_log2 - lse[None, :]), 0.0)
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_N, rows]
-            ds = (p * (dp - delta[None, :])).to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)  # [rows, BLOCK_D]
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, rows]
+        seen = inside[:, None] & (key_pos[:, None] <= pos[None, :])
+        p = tl.where(seen, tl.exp2(scores * scale_log2 - lse[None, :]), 0.0)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_N, rows]
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)  # [rows, BLOCK_D]
         dq_ptrs = dq_part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(dq_ptrs, dq.to(dq_part_ptr.dtype.element_ty), mask=mask_q)
     at = tl.program_id(0).to(tl.int64) * BLOCK_N + offs_n

@@ -242,24 +242,17 @@ def nsa_selected_hopper_bwd_part_kernel(
     buffers = (q_smem, dout_smem, lse_smem, delta_smem, row_smem, slot_smem, full, empty)
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    (dk_part_ptr, dv_part_ptr, dq_part_ptr, k_ptr, v_ptr), buffers, k_smem, v_smem,
-                    p_smem, ds_smem, (octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh),
-                    live, batch, kv_head, k_start, k_len, block, entry, entry_end, first_slot, near,
-                    shift, scale, GROUP, BLOCK_G, HEAD_DIM, ROWS, SEL_BLOCK, STAGES,
-                ),
-            ),
-            (
-                _gather_partition,
-                (
-                    (q_ptr, dout_ptr, lse_ptr, delta_ptr, entries_ptr, entry_rows_ptr), buffers,
-                    (octet_gb, octet_gt, octet_gh, octet_qb, octet_qt, octet_qh), batch, kv_head,
-                    entry, entry_end, num_q, num_kv_heads, GROUP, BLOCK_G, HEAD_DIM, ROWS, STAGES,
-                ),
-            ),
+            (_compute_partition, (
+                (dk_part_ptr, dv_part_ptr, dq_part_ptr, k_ptr, v_ptr), buffers, k_smem, v_smem,
+                p_smem, ds_smem, (octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh),
+                live, batch, kv_head, k_start, k_len, block, entry, entry_end, first_slot, near,
+                shift, scale, GROUP, BLOCK_G, HEAD_DIM, ROWS, SEL_BLOCK, STAGES,
+            )),
+            (_gather_partition, (
+                (q_ptr, dout_ptr, lse_ptr, delta_ptr, entries_ptr, entry_rows_ptr), buffers,
+                (octet_gb, octet_gt, octet_gh, octet_qb, octet_qt, octet_qh), batch, kv_head,
+                entry, entry_end, num_q, num_kv_heads, GROUP, BLOCK_G, HEAD_DIM, ROWS, STAGES,
+            )),
         ],
-        [GATHER_WARPS],
-        [56],
+        [GATHER_WARPS], [56],
     )  # fmt: skip

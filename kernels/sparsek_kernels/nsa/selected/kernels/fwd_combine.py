@@ -31,7 +31,7 @@ def nsa_selected_combine_kernel(
     GROUP: tl.constexpr, TOP_N: tl.constexpr, HEAD_DIM: tl.constexpr, SEL_BLOCK: tl.constexpr,
     MAPPED: tl.constexpr, VARLEN: tl.constexpr, GATED: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, NEAR_STAGES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: ``BLOCK_T`` neighbouring tokens of one KV head; near blocks and parts together.
 
@@ -113,7 +113,7 @@ def nsa_selected_combine_kernel(
     low = tl.maximum((start + shift) // SEL_BLOCK - 1, 0)
     high = (tl.minimum(start + BLOCK_T, end) - 1 + shift) // SEL_BLOCK
     # The first block, then those from low to high.
-    for step in tl.range(tl.where(low > 0, 0, 1), high - low + 2, num_stages=NEAR_STAGES):
+    for step in tl.range(tl.where(low > 0, 0, 1), high - low + 2, num_stages=2):
         block = tl.where(step == 0, 0, low + step - 1)
         holds = tl.max((chosen_all == block).to(tl.int32), 1)  # [BLOCK_T]
         holds = tl.broadcast_to(holds[:, None], [BLOCK_T, BLOCK_G])

@@ -229,31 +229,24 @@ def nsa_selected_hopper_combine_kernel(
     maps = (cu_rows_ptr, cu_first_ptr, tiles_ptr)
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
+            (_compute_partition, (
                 (
-                    (
-                        out_ptr, lse_ptr, part_lse_ptr, gate_cmp_ptr, gate_slc_ptr, gate_swa_ptr,
-                        indices_ptr,
-                    ),
-                    ring, (full, empty), queries, weight_smem, sizes, maps, num_items, scale, GROUP,
-                    BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK, MAPPED, VARLEN, GATED, STAGES,
+                    out_ptr, lse_ptr, part_lse_ptr, gate_cmp_ptr, gate_slc_ptr, gate_swa_ptr,
+                    indices_ptr,
                 ),
-            ),
-            (
-                copy_partition,
+                ring, (full, empty), queries, weight_smem, sizes, maps, num_items, scale, GROUP,
+                BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK, MAPPED, VARLEN, GATED, STAGES,
+            )),
+            (copy_partition, (
+                (part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr),
+                ring, (full, empty), queries, mask_smem, row_smem,
                 (
-                    (part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr),
-                    ring, (full, empty), queries, mask_smem, row_smem,
-                    (
-                        octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb,
-                        octet_vt, octet_vh,
-                    ),
-                    sizes, maps, num_items, GROUP, BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK,
-                    MAPPED, VARLEN, GATED, STAGES,
+                    octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb,
+                    octet_vt, octet_vh,
                 ),
-            ),
+                sizes, maps, num_items, GROUP, BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK,
+                MAPPED, VARLEN, GATED, STAGES,
+            )),
         ],
-        [COPY_WARPS],
-        [104],
+        [COPY_WARPS], [104],
     )  # fmt: skip

@@ -161,24 +161,17 @@ def nsa_selected_hopper_part_kernel(
     buffers = (q_smem, slot_smem, full, empty)
     gl.warp_specialize(
         [
-            (
-                _compute_partition,
-                (
-                    part_ptr, part_lse_ptr, k_ptr, v_ptr, buffers, k_smem, v_smem,
-                    (octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh), batch, kv_head,
-                    k_start + block * SEL_BLOCK, entry, entry_end, first_slot, scale,
-                    GROUP, BLOCK_G, HEAD_DIM, ROWS, SEL_BLOCK, STAGES,
-                ),
-            ),
-            (
-                _gather_partition,
-                (
-                    q_ptr, entries_ptr, entry_rows_ptr, buffers, row_smem, octet_qb, octet_qt,
-                    octet_qh, batch, kv_head, entry, entry_end, GROUP, BLOCK_G, HEAD_DIM, ROWS,
-                    STAGES,
-                ),
-            ),
+            (_compute_partition, (
+                part_ptr, part_lse_ptr, k_ptr, v_ptr, buffers, k_smem, v_smem,
+                (octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh), batch, kv_head,
+                k_start + block * SEL_BLOCK, entry, entry_end, first_slot, scale,
+                GROUP, BLOCK_G, HEAD_DIM, ROWS, SEL_BLOCK, STAGES,
+            )),
+            (_gather_partition, (
+                q_ptr, entries_ptr, entry_rows_ptr, buffers, row_smem, octet_qb, octet_qt,
+                octet_qh, batch, kv_head, entry, entry_end, GROUP, BLOCK_G, HEAD_DIM, ROWS,
+                STAGES,
+            )),
         ],
-        [GATHER_WARPS],
-        [40],
+        [GATHER_WARPS], [40],
     )  # fmt: skip

@@ -67,10 +67,6 @@ def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
     and ``local``; a row of the plan is then of all new tokens of a request, of which the later ones
     see the keys between.  Tokens that choose none count in runs of 64 tokens instead.
 
-    Args:
-        batch: the decodes in front of it.
-        rule: per token.
-
     Returns:
         ``[lists, 9]`` int64: request, row of q, tokens, position of the first one, front, most
         picks, local, and a range of keys not seen.
@@ -112,12 +108,9 @@ def _rows(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -> None:
-    """Attention of decoded tokens; writes ``operands.out``.
+    """Attention of the tokens that ``batch`` decodes under a per-token rule: writes their rows.
 
-    Args:
-        operands: with the decodes' rows of ``q`` and ``out``.
-        batch: the decodes in front of it.
-        rule: per token.
+    ``operands`` have the decodes' rows of ``q`` and ``out``.
     """
     built = build.library()
     if built is None:
@@ -148,29 +141,12 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
     starts = accumulate((4 * size for size in sizes[:-1]), initial=scratch.data_ptr())
     arguments = _ARGUMENTS.pack(
-        lists,
-        heads,
-        group,
-        rows,
-        dim,
-        operands.k_cache.shape[2],
-        threads,
-        splits,
-        sized.blocks,
-        sized.picks,
-        scores,
-        operands.softmax_scale,
-        *_rows(q),
-        *_rows(result),
-        *_rows(operands.k_cache),
-        *_rows(operands.v_cache),
-        *_summary(operands.summary if sized.picks else None),
-        table.data_ptr(),
-        table.stride(0),
-        sized.plan.data_ptr(),
-        0 if sink_logits is None else sink_logits.data_ptr(),
-        *starts,
-    )
+        lists, heads, group, rows, dim, operands.k_cache.shape[2], threads, splits,
+        sized.blocks, sized.picks, scores, operands.softmax_scale,
+        *_rows(q), *_rows(result), *_rows(operands.k_cache), *_rows(operands.v_cache),
+        *_summary(operands.summary if sized.picks else None), table.data_ptr(), table.stride(0),
+        sized.plan.data_ptr(), 0 if sink_logits is None else sink_logits.data_ptr(), *starts,
+    )  # fmt: skip
     built.sparsek_decode(arguments)
     if result is not out:
         out.copy_(result)
@@ -178,14 +154,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
 
 @dataclass(frozen=True)
 class _SizedPlan:
-    """The plan of a step's tokens, and the most that one of them needs of each.
-
-    Args:
-        plan: of :func:`plan_tokens`.
-        blocks: to score.
-        picks: blocks chosen, at most.
-        together: tokens that choose together, at most.
-    """
+    """A :func:`plan_tokens`, and the most blocks to score, blocks chosen and tokens of a list."""
 
     plan: torch.Tensor
     blocks: int = 0

@@ -27,12 +27,9 @@ def supports(k_cache: torch.Tensor, k_summary: torch.Tensor) -> bool:
 
 
 def write_records(k_cache: torch.Tensor, k_summary: torch.Tensor, segments: torch.Tensor) -> None:
-    """Write the records of some segments, whose keys are in the cache.
+    """Write the records of some segments, whose keys are in the cache, to ``k_summary``.
 
-    Args:
-        k_cache: ``[num_pages, Hkv, page_size, D]``.
-        k_summary: ``[num_pages, Hkv, bytes]``, written.
-        segments: ``[n]`` int64, none twice: ``page * (page_size // 64)`` and the place in the page.
+    ``segments [n]`` int64, none twice, are ``page * (page_size // 64)`` plus the place in the page.
     """
     built = build.library()
     if built is None:
@@ -42,16 +39,9 @@ def write_records(k_cache: torch.Tensor, k_summary: torch.Tensor, segments: torc
         return
     segments = segments.contiguous()
     arguments = _ARGUMENTS.pack(
-        segments.numel(),
-        heads,
-        dim,
-        page_size // SEGMENT,
-        torch.get_num_threads(),
+        segments.numel(), heads, dim, page_size // SEGMENT, torch.get_num_threads(),
         segments.data_ptr(),
-        k_cache.data_ptr(),
-        *k_cache.stride()[:3],
-        k_cache.dtype == torch.bfloat16,
-        k_summary.data_ptr(),
-        *k_summary.stride()[:2],
-    )
+        k_cache.data_ptr(), *k_cache.stride()[:3], k_cache.dtype == torch.bfloat16,
+        k_summary.data_ptr(), *k_summary.stride()[:2],
+    )  # fmt: skip
     built.sparsek_records(arguments)

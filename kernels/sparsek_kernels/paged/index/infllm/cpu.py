@@ -26,13 +26,13 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
     kept: dict[int, torch.Tensor] = {}  # the means of the request in hand, for all of its tokens
 
     def score(tokens: Tokens) -> torch.Tensor:
-        index, first = tokens.scoring.index, 0
+        scoring, first = tokens.scoring, 0
         q = unrotated(tokens.q, batch.rotation, tokens.positions)
-        scores = q.new_zeros(*q.shape[:2], index.num_blocks, dtype=torch.float32)
+        scores = q.new_zeros(*q.shape[:2], scoring.num_blocks, dtype=torch.float32)
         for request, run in groupby(tokens.requests.tolist()):
             rows = slice(first, first + len(list(run)))
             if request not in kept:
-                table = index.table[first if index.table.shape[0] > 1 else 0]
+                table = scoring.table[first if scoring.table.shape[0] > 1 else 0]
                 blocks = ceil_div(lengths[request], policy.sel_block_size)
                 means = semantic_kernels(operands.k_cache, table, blocks, policy, batch.rotation)
                 kept.clear()
@@ -40,7 +40,7 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
             found = infllm_scores(
                 q[rows], tokens.positions[rows], kept[request], policy, operands.softmax_scale
             )
-            blocks = min(found.shape[-1], index.num_blocks)
+            blocks = min(found.shape[-1], scoring.num_blocks)
             scores[rows, :, :blocks] = found[..., :blocks]
             first = rows.stop
         return scores
@@ -57,12 +57,7 @@ def semantic_kernels(
 ) -> torch.Tensor:
     """Means ``[Hkv, kernels, D]`` float32 of 32 keys every 16, which lie in the first ``blocks``.
 
-    Those past the sequence's end are undefined.
-
-    Args:
-        k_cache: ``[P, Hkv, page_size, D]``.
-        table: ``[W]`` int64 page table row.
-        rotation: of the batch; the means are of keys turned back by it.
+    They are of keys turned back by ``rotation``; those past the sequence's end are undefined.
     """
     size = rule.sel_block_size
     reader = block_reader(k_cache, size)
@@ -84,9 +79,7 @@ def infllm_scores(
 ) -> torch.Tensor:
     """Scores of all but a sequence's last block for its tokens, ``[T, Hkv, blocks]`` float32.
 
-    Args:
-        q: ``[T, Hkv, G, D]`` at the positions ``where`` ``[T]``.
-        kernels: ``[Hkv, n, D]`` of :func:`semantic_kernels`, up to the last token's at least.
+    ``q [T, Hkv, G, D]`` is at the positions ``where``; ``kernels`` reach the last token at least.
     """
     per_block = rule.sel_block_size // CELL_SIZE
     last_key = torch.arange(kernels.shape[1]) * CELL_SIZE + 2 * CELL_SIZE - 1

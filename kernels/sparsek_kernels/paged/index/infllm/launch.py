@@ -9,7 +9,6 @@ from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import next_power_of_2
-from sparsek_kernels.paged.index.infllm.config import averages_config
 from sparsek_kernels.paged.index.infllm.kernels.means import write_means_kernel
 from sparsek_kernels.paged.index.infllm.kernels.scores import (
     average_logits_kernel,
@@ -29,25 +28,18 @@ _SCORES = 512
 
 def write_means(k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch) -> None:
     """Triton form of :meth:`InfLLM.write`."""
-    for part, most_tokens in batch.phases():
-        _write_means(k_cache, k_summary, part, most_tokens)
-
-
-def _write_means(
-    k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch, most_tokens: int
-) -> None:
-    """Means of the cells that requests with at most ``most_tokens`` new tokens complete."""
     _, heads, page_size, dim = k_cache.shape
-    means = view_means(k_summary, page_size, dim)
-    run(
-        write_means_kernel, (ceil_div(most_tokens, CELL_SIZE), heads, batch.num_requests),
-        means, k_cache, *pointers(k_cache, batch.rotation),
-        batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
-        0 if batch.rotation is None else batch.rotation.shape[0],
-        *means.stride()[:2], *k_cache.stride()[:3], batch.block_table.stride(0),
-        HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), PAGE_SIZE=page_size, CELL=CELL_SIZE,
-        TURN_BACK=batch.rotation is not None, num_warps=4,
-    )  # fmt: skip
+    means, rotation = view_means(k_summary, page_size, dim), batch.rotation
+    for part, most_tokens in batch.phases():
+        run(
+            write_means_kernel, (ceil_div(most_tokens, CELL_SIZE), heads, part.num_requests),
+            means, k_cache, *pointers(k_cache, rotation),
+            part.block_table, part.seq_lens, part.cu_seqlens_q,
+            0 if rotation is None else rotation.shape[0],
+            *means.stride()[:2], *k_cache.stride()[:3], part.block_table.stride(0),
+            HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), PAGE_SIZE=page_size, CELL=CELL_SIZE,
+            TURN_BACK=rotation is not None, num_warps=4,
+        )  # fmt: skip
 
 
 def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
@@ -63,32 +55,25 @@ def averages(call: Selection) -> int:
 
 
 def block_scores(call: Selection, step: Step, most: int) -> Scores:
-    """Scores ``[step.count, Hkv, call.width]`` of a step's tokens.
-
-    Args:
-        most: tokens of the largest step, for which there is room.
-    """
+    """Scores ``[step.count, Hkv, call.width]`` of a step's tokens, with room for ``most``."""
     q, batch, policy = call.q, call.batch, call.policy
     page_size = call.k_cache.shape[2]
     num_heads, dim = q.shape[1:]
     width = averages(call)
     means = view_means(call.operands.summary, page_size, dim)
-    config = averages_config(
-        tokens=most,
-        num_kv_heads=call.heads,
-        group=call.group,
-        head_dim=dim,
-        num_sms=multiprocessors(q.device),
-    )
-    shares = min(ceil_div(width, config.block_n), config.splits)
+    block_n = 64 if dim <= 128 else 32
+    # About three programs on each multiprocessor, as means on the way (twice 16 KiB in two stages)
+    # leave room for.
+    programs = max(3 * multiprocessors(q.device) // (most * call.heads), 1)
+    shares = min(ceil_div(width, block_n), programs)
     logits = workspace(q.device, "averages", most * num_heads * width, torch.float32)
     lse = workspace(q.device, "shares of averages", most * num_heads * shares, torch.float32)
     rule = {
         "TOKENS_PER_REQUEST": batch.decode_query_len,
         "GROUP": call.group,
-        "BLOCK_N": config.block_n,
+        "BLOCK_N": block_n,
         "CELL": CELL_SIZE,
-        "num_warps": config.num_warps,
+        "num_warps": 4,
         **call.rule(),
         **overlap_options(q.device),
     }
@@ -101,9 +86,9 @@ def block_scores(call: Selection, step: Step, most: int) -> Scores:
         0 if batch.rotation is None else batch.rotation.shape[0],
         num_heads * width, width,
         *q.stride()[:2], *means.stride()[:2], batch.block_table.stride(0),
-        HEAD_DIM=dim, BLOCK_D=max(next_power_of_2(dim), 16), BLOCK_M=config.block_m,
-        PAGE_SIZE=page_size, TURN_BACK=turned, TWO_TERMS=turned or q.dtype != torch.bfloat16,
-        NUM_STAGES=config.num_stages, **rule,
+        HEAD_DIM=dim, BLOCK_D=max(next_power_of_2(dim), 16),
+        BLOCK_M=max(next_power_of_2(call.group), 16), PAGE_SIZE=page_size, TURN_BACK=turned,
+        TWO_TERMS=turned or q.dtype != torch.bfloat16, NUM_STAGES=2, **rule,
     )  # fmt: skip
     scores = workspace(q.device, "scores", most * call.heads * call.width, torch.float32)
     per_block = next_power_of_2(policy.sel_block_size // CELL_SIZE + 1)

@@ -16,11 +16,7 @@ from sparsek_kernels.paged.policy import CELL_SIZE
 
 
 def view_means(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
-    """View of the means, ``[..., page_size / 16, D]`` bfloat16.
-
-    Args:
-        k_summary: ``[..., mean_bytes(page_size, D)]`` uint8.
-    """
+    """View of the means, ``[..., page_size / 16, D]`` bfloat16."""
     cells = page_size // CELL_SIZE
     used = k_summary[..., : 2 * cells * head_dim]
     means: torch.Tensor = used.view(torch.bfloat16).unflatten(-1, (cells, head_dim))

@@ -161,14 +161,9 @@ def top_blocks_kernel(
     local = tl.program_id(0)
     kv_head = tl.program_id(1)
     _request, base, low, high, token_of_zero = tile_span(
-        first_tile + local,
-        tiles_ptr,
-        seq_lens_ptr,
-        cu_seqlens_ptr,
-        FROM_TABLE,
-        TILES_PER_REQUEST,
+        first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST,
         TILE,
-    )
+    )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

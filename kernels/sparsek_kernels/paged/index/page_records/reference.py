@@ -104,11 +104,7 @@ def draw_reference(steps: torch.Tensor, start: int, count: int, first: int) -> l
 
 
 def choose_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    position: int,
-    policy: SelectionPolicy,
-    softmax_scale: float,
+    q: torch.Tensor, k: torch.Tensor, position: int, policy: SelectionPolicy, softmax_scale: float
 ) -> Choice | None:
     """What the new tokens of one request choose, or ``None`` where they see everything.
 
@@ -216,11 +212,7 @@ def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: flo
 
 
 def _explained(
-    threshold: int,
-    ranges: list[tuple[int, int]],
-    drawn: dict[int, int],
-    start: int,
-    slack: int,
+    threshold: int, ranges: list[tuple[int, int]], drawn: dict[int, int], start: int, slack: int
 ) -> int:
     """How many cells, in the order of drawing, a threshold explains; see :func:`list_error`.
 

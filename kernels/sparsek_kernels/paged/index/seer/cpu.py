@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.cpu.plan import SummaryIndex
+from sparsek_kernels.paged.cpu.plan import TokenScoring
 from sparsek_kernels.paged.index.cpu import Tokens, completed_blocks, select_tokens
 from sparsek_kernels.paged.index.rope import rotated, unrotated
 from sparsek_kernels.paged.index.seer.gates import NORM_EPS, Gates, view_gate_keys
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import ceil_div
 
 _BLOCKS = 64
 """Blocks whose keys are pooled at once: bounds scratch."""
@@ -22,14 +22,11 @@ def select(operands: PagedOperands, segment: Segment, gates: Gates) -> torch.Ten
     rotation = segment.batch.rotation
 
     def score(tokens: Tokens) -> torch.Tensor:
-        return gate_scores(
-            gate_queries(tokens.q, tokens.positions, gates, rotation),
-            operands.summary,
-            operands.page_size,
-            tokens.scoring.index,
-            segment.policy,
-            tokens.scoring.future,
+        queries = gate_queries(tokens.q, tokens.positions, gates, rotation)
+        kept = view_gate_keys(
+            operands.summary, operands.page_size, segment.policy.sel_block_size, queries.shape[-1]
         )
+        return gate_scores(queries, kept, tokens.scoring)
 
     return select_tokens(operands, segment, score)
 
@@ -53,12 +50,7 @@ def gate_queries(
 def gate_keys(
     keys: torch.Tensor, first: torch.Tensor, gates: Gates, rotation: torch.Tensor | None
 ) -> torch.Tensor:
-    """Gate keys ``[n, Hkv, D]`` float32 of whole blocks.
-
-    Args:
-        keys: ``[n, Hkv, size, D]``.
-        first: ``[n]`` position of each block's first token.
-    """
+    """Gate keys ``[n, Hkv, D]`` float32 of blocks ``keys [n, Hkv, size, D]`` from ``first`` on."""
     size = keys.shape[2]
     positions = (first[:, None] + torch.arange(size)).flatten()
     plain = unrotated(keys.transpose(1, 2).flatten(0, 1), rotation, positions).float()
@@ -84,26 +76,15 @@ def write_gate_keys_eager(
         kept[pages, :, places] = gate_keys(keys, first, gates, batch.rotation)
 
 
-def gate_scores(
-    queries: torch.Tensor,
-    k_summary: torch.Tensor,
-    page_size: int,
-    index: SummaryIndex,
-    rule: SelectionPolicy,
-    future: torch.Tensor | None,
-) -> torch.Tensor:
+def gate_scores(queries: torch.Tensor, kept: torch.Tensor, scoring: TokenScoring) -> torch.Tensor:
     """Scores of the first blocks of tokens' sequences, ``[T, Hkv, blocks]`` float32.
 
-    Args:
-        queries: ``[T, Hkv, D]`` of :func:`gate_queries`.
-        index: whose blocks, and how many.
-        future: ``[T, 1, 1, blocks]`` bool: a token's own block and later ones; or ``None``.
+    ``queries`` are of :func:`gate_queries`, ``kept`` the pages' gate keys.
     """
-    count, size, dim = index.num_blocks, rule.sel_block_size, queries.shape[-1]
-    pages = index.table[:, : ceil_div(count * size, page_size)]
-    kept = view_gate_keys(k_summary, page_size, size, dim)[pages]  # [T, W, Hkv, blocks, D]
-    keys = kept.transpose(1, 2).flatten(2, 3)[:, :, :count]
-    logits = torch.matmul(keys, queries.unsqueeze(-1)).squeeze(-1) * dim**-0.5
-    if future is not None:
-        logits.masked_fill_(future.squeeze(2), float("-inf"))  # blocks past the end may hold NaN
+    count = scoring.num_blocks
+    pages = scoring.table[:, : ceil_div(count, kept.shape[2])]
+    keys = kept[pages].transpose(1, 2).flatten(2, 3)[:, :, :count]  # [T, Hkv, blocks, D]
+    logits = torch.matmul(keys, queries.unsqueeze(-1)).squeeze(-1) * queries.shape[-1] ** -0.5
+    if scoring.future is not None:
+        logits.masked_fill_(scoring.future, float("-inf"))  # blocks past the end may hold NaN
     return torch.softmax(logits, dim=-1)

@@ -53,11 +53,7 @@ class Gates:
 def view_gate_keys(
     k_summary: torch.Tensor, page_size: int, sel_block_size: int, head_dim: int
 ) -> torch.Tensor:
-    """View of the gate keys, ``[..., page_size / sel_block_size, D]`` float32.
-
-    Args:
-        k_summary: ``[..., mean_bytes(page_size, D)]`` uint8.
-    """
+    """View of the gate keys, ``[..., page_size / sel_block_size, D]`` float32."""
     blocks = page_size // sel_block_size
     used = k_summary[..., : 4 * blocks * head_dim]
     keys: torch.Tensor = used.view(torch.float32).unflatten(-1, (blocks, head_dim))
@@ -65,16 +61,7 @@ def view_gate_keys(
 
 
 def check_gates(gates: Gates, k_cache: torch.Tensor, num_heads: int | None = None) -> None:
-    """Check that gates fit a cache and its queries.
-
-    Args:
-        k_cache: ``[num_pages, Hkv, page_size, D]``.
-        num_heads: query heads; ``None`` where no queries come.
-
-    Raises:
-        TypeError: a tensor that is not float32.
-        ValueError: a wrong shape, device or layout.
-    """
+    """Check that gates fit a cache and its queries, where queries come."""
     _, heads, _, dim = k_cache.shape
     group = "G" if num_heads is None else num_heads // heads
     shapes: tuple[tuple[int | str, ...], ...] = (

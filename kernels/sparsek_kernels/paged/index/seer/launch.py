@@ -33,8 +33,19 @@ def write_gate_keys(
     k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch, size: int, gates: Gates
 ) -> None:
     """Triton form of :meth:`Seer.write`, for blocks of ``size``."""
+    _, heads, page_size, dim = k_cache.shape
+    kept, rotation = view_gate_keys(k_summary, page_size, size, dim), batch.rotation
     for part, most_tokens in batch.phases():
-        _write_gate_keys(k_cache, k_summary, part, size, gates, most_tokens)
+        run(
+            write_gate_keys_kernel, (ceil_div(most_tokens, size), heads, part.num_requests),
+            kept, k_cache, gates.key, *pointers(gates.key, gates.key_norm, rotation),
+            part.block_table, part.seq_lens, part.cu_seqlens_q,
+            0 if rotation is None else rotation.shape[0],
+            *kept.stride()[:2], *k_cache.stride()[:3], part.block_table.stride(0),
+            HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), COLUMNS=_COLUMNS, PAGE_SIZE=page_size,
+            SEL_BLOCK=size, NORM=gates.key_norm is not None, NORM_EPS=NORM_EPS,
+            TURN=rotation is not None, num_warps=4,
+        )  # fmt: skip
 
 
 def select(operands: PagedOperands, segment: Segment, gates: Gates) -> torch.Tensor:
@@ -47,35 +58,8 @@ def select(operands: PagedOperands, segment: Segment, gates: Gates) -> torch.Ten
     )
 
 
-def _write_gate_keys(
-    k_cache: torch.Tensor,
-    k_summary: torch.Tensor,
-    batch: PagedBatch,
-    size: int,
-    gates: Gates,
-    most_tokens: int,
-) -> None:
-    """Gate keys of blocks that requests with at most ``most_tokens`` new tokens complete."""
-    _, heads, page_size, dim = k_cache.shape
-    kept = view_gate_keys(k_summary, page_size, size, dim)
-    run(
-        write_gate_keys_kernel, (ceil_div(most_tokens, size), heads, batch.num_requests),
-        kept, k_cache, gates.key, *pointers(gates.key, gates.key_norm, batch.rotation),
-        batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
-        0 if batch.rotation is None else batch.rotation.shape[0],
-        *kept.stride()[:2], *k_cache.stride()[:3], batch.block_table.stride(0),
-        HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), COLUMNS=_COLUMNS, PAGE_SIZE=page_size,
-        SEL_BLOCK=size, NORM=gates.key_norm is not None, NORM_EPS=NORM_EPS,
-        TURN=batch.rotation is not None, num_warps=4,
-    )  # fmt: skip
-
-
 def gate_logits(call: Selection, step: Step, most: int, gates: Gates) -> Scores:
-    """Logits ``[step.count, Hkv, call.width]``, in base 2, of a step's tokens.
-
-    Args:
-        most: tokens of the largest step, for which there is room.
-    """
+    """Base-2 logits ``[step.count, Hkv, call.width]`` of a step's tokens; room is for ``most``."""
     q, batch, policy, heads = call.q, call.batch, call.policy, call.heads
     page_size, dim = call.k_cache.shape[2], q.shape[2]
     kept = view_gate_keys(call.operands.summary, page_size, policy.sel_block_size, dim)

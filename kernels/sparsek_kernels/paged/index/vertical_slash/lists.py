@@ -65,11 +65,9 @@ def block_lists(entries: torch.Tensor, policy: SelectionPolicy) -> torch.Tensor:
 def listed_blocks(
     lists: torch.Tensor, first_position: torch.Tensor, policy: SelectionPolicy
 ) -> torch.Tensor:
-    """Blocks of tiles, ``[T, Hkv, scored_blocks]`` int32, ascending; -1 where all is seen.
+    """Blocks ``[T, Hkv, scored_blocks]`` int32, ascending, of tiles from ``first_position`` on.
 
-    Args:
-        lists: of :func:`block_lists` for this policy, on the device of ``first_position``.
-        first_position: ``[T]`` integers, where each tile begins.
+    They are -1 where all is seen.  ``lists`` are of :func:`block_lists` for this policy.
     """
     own = first_position // policy.sel_block_size
     found = lists[own.clamp(0, lists.shape[0] - 1).long()]

@@ -36,16 +36,10 @@ def write_means_kernel(
     page = tl.load(entry).to(tl.int64)
     token = tl.arange(0, CELL)
     keys = load_rows(
-        k_ptr + page * stride_kp + head * stride_kh,
-        (row + token).to(tl.int64) * stride_kt,
-        cell * CELL + token,
-        token < CELL,
-        rotation_ptr,
-        rotation_rows,
-        HEAD_DIM,
-        BLOCK_D,
-        TURN_BACK,
-    )  # [CELL, BLOCK_D]
+        k_ptr + page * stride_kp + head * stride_kh, (row + token).to(tl.int64) * stride_kt,
+        cell * CELL + token, token < CELL, rotation_ptr, rotation_rows,
+        HEAD_DIM, BLOCK_D, TURN_BACK,
+    )  # [CELL, BLOCK_D]  # fmt: skip
     offs_d = tl.arange(0, BLOCK_D)
     out = means_ptr + page * stride_mp + head * stride_mh + (row // CELL) * HEAD_DIM
     mean = tl.sum(keys, axis=0) * (1.0 / CELL)

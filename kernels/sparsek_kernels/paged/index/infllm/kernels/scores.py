@@ -76,16 +76,10 @@ def average_logits_kernel(
     head = kv_head * GROUP + member
     token = (token_of_zero + position).to(tl.int64)
     q = load_rows(
-        q_ptr + token * stride_qt,
-        head.to(tl.int64) * stride_qh,
-        position + tl.zeros([BLOCK_M], tl.int32),
-        live,
-        rotation_ptr,
-        rotation_rows,
-        HEAD_DIM,
-        BLOCK_D,
-        TURN_BACK,
-    )  # [BLOCK_M, BLOCK_D]
+        q_ptr + token * stride_qt, head.to(tl.int64) * stride_qh,
+        position + tl.zeros([BLOCK_M], tl.int32), live, rotation_ptr, rotation_rows,
+        HEAD_DIM, BLOCK_D, TURN_BACK,
+    )  # [BLOCK_M, BLOCK_D]  # fmt: skip
     q_high = q.to(tl.bfloat16)
     q_low = (q - q_high.to(tl.float32)).to(tl.bfloat16)
     q_high = tl.trans(q_high)  # [BLOCK_D, BLOCK_M]
