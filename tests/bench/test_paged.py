@@ -23,7 +23,7 @@ from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy
-from tests.kernels.paged.reference import exact_masses_reference, tile_scores_reference
+from sparsek_kernels.paged.reference import exact_masses_reference, tile_scores_reference
 
 SMALL: dict[str, Param] = {
     **OPS["paged_prefill"].defaults,

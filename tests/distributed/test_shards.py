@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from sparsek_kernels.paged import StepPolicy
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.distributed import shard_cases
 from tests.distributed.group import Ranks
 from tests.kernels.paged.cache_cases import POLICIES, lists_of
 from tests.kernels.paged.records_oracle import checked_lists
-from tests.kernels.paged.reference import paged_attention_reference
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -20,9 +20,9 @@ from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.launched import select_launched
 from tests.kernels.paged.records_oracle import checked_lists
-from tests.kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend import layers
 from tests.vllm_backend.layers import (
     SETTINGS,

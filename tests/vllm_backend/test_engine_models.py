@@ -15,7 +15,7 @@ from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from tests.kernels.paged.reference import paged_attention_reference, select_infllm_reference
+from sparsek_kernels.paged.reference import paged_attention_reference, select_infllm_reference
 from tests.vllm_backend.engines import (
     counted_forwards,
     engine,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparsek_kernels.paged.policy import SelectionPolicy
-from tests.kernels.paged.reference import list_logs, select_blocks_reference
+from sparsek_kernels.paged.reference import list_logs, select_blocks_reference
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparsek_kernels.paged.pages import summary_bytes
-from tests.kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.layers import (
     DIM,
     HEADS,

@@ -15,7 +15,7 @@ from sparsek_kernels.paged import Chosen, Indexer, Indexers, StepPolicy
 from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from tests.kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 

@@ -14,7 +14,7 @@ from sparsek_kernels.fallback import FallbackMask, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from tests.kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.layers import (
     DIM,
     HEADS,

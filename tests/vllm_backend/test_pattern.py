@@ -13,8 +13,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed (the pat
 
 from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_kernels.paged.index import vertical_slash
-from sparsek_kernels.paged.index.vertical_slash.reference import listed_reference
-from tests.kernels.paged.reference import paged_attention_reference, select_blocks_reference
+from sparsek_kernels.paged.reference import listed_reference, paged_attention_reference
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm, tokens
 from tests.vllm_backend.layers import (
     SETTINGS,
@@ -60,8 +59,7 @@ def test_a_layer_follows_the_file(layer_index: int, file: Path, tmp_path: Path) 
     wanted = by_score
     if layer_index < 2:
         ranked = (ENTRIES, ENTRIES.flip(0))[layer_index].tolist()
-        select = listed_reference(ranked, select_blocks_reference)
-        wanted = paged_attention_reference(q, *caches, policy, select=select)
+        wanted = paged_attention_reference(q, *caches, policy, select=listed_reference(ranked))
         assert not torch.allclose(wanted[2:], by_score[2:], atol=1e-3)
     torch.testing.assert_close(output.double(), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(wanted[:2], by_score[:2])

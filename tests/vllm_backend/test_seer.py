@@ -15,7 +15,7 @@ from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     paged_attention_reference,
     select_seer_reference,
 )

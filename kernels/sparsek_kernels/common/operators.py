@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.library import CustomOpDef
 
 from sparsek_kernels.checks import FLOAT_DTYPES
 from sparsek_kernels.common.precision import compute_dtype
@@ -43,7 +44,7 @@ def attention_operators(
     problem: Callable[..., Any],
     passes: Callable[[torch.Tensor], Passes],
     gradients: int = 3,
-) -> tuple[Any, Any]:
+) -> tuple[CustomOpDef, CustomOpDef]:
     """Operators ``sparsek::{name}_fwd`` and ``sparsek::{name}_bwd``, with fakes and autograd.
 
     The first takes ``q [B, N, Hq, D]``, k, v and ``rest``, and returns the output ``[B, N, Hq, D]``

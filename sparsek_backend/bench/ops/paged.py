@@ -33,8 +33,8 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.index.base import Indexers
-from sparsek_kernels.paged.index.two_step.reference import ranking_queries, sampled_queries
 from sparsek_kernels.paged.policy import CELL, CELL_SIZE, SelectionPolicy, StepPolicy, ceil_div
+from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 
 DENSE = SelectionPolicy()
 BY_LIST = "sparsek_by_list"

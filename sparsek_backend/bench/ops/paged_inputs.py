@@ -10,16 +10,16 @@ import torch
 
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
-from sparsek_kernels.paged.attend.reference import visible_reference
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.page_records import write_records
-from sparsek_kernels.paged.index.two_step.reference import (
-    exact_masses_reference,
-    tile_scores_reference,
-)
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.reference import (
+    exact_masses_reference,
+    tile_scores_reference,
+    visible_reference,
+)
 
 DEFAULTS: dict[str, Param] = {
     "num_heads": 32,

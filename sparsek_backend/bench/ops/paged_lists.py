@@ -11,8 +11,8 @@ from sparsek_backend.bench.registry import Case
 from sparsek_backend.patterns.prefill import ENTRIES, PrefillPattern
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
-from sparsek_kernels.paged.index.vertical_slash.reference import listed_reference
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.reference import listed_reference
 
 RANDOM = "random"
 _LEARNED_TOKENS = 1 << 15

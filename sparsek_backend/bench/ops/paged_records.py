@@ -9,7 +9,6 @@ import torch
 
 from sparsek_backend.bench.ops.paged_inputs import PagedInputs, Tile
 from sparsek_backend.bench.registry import GateResult
-from sparsek_kernels.paged.attend.reference import attend_reference, list_logs
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.page_records.reference import (
@@ -20,6 +19,7 @@ from sparsek_kernels.paged.index.page_records.reference import (
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import attend_reference, list_logs
 
 SCORES, _ERROR = 0.1, 0.02
 """Most error of scores: weights of 8 bits have 3 behind the leading one.  Most error of the output,

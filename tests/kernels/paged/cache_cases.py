@@ -21,8 +21,8 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.attend.reference import Select
 from sparsek_kernels.paged.cpu.native import decode as native_decode
+from sparsek_kernels.paged.reference import paged_attention_reference, select_blocks_reference
 from tests.kernels.paged.records_oracle import checked_lists
-from tests.kernels.paged.reference import paged_attention_reference, select_blocks_reference
 
 _TOPK = SelectionPolicy(num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32)
 POLICIES: dict[str, SelectionPolicy | StepPolicy] = {

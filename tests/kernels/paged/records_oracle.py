@@ -10,7 +10,7 @@ from sparsek_kernels.paged.attend.reference import Select
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.index.page_records.reference import choose_reference, list_error
 from sparsek_kernels.paged.policy import SelectionPolicy
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     attend_by_records_reference,
     gather_sequence,
     select_blocks_reference,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention, select_blocks
 from sparsek_kernels.paged.checks import check_batch_layout
 from sparsek_kernels.paged.cpu.native import build
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.paged.cache_cases import POLICIES, Case, check, make_case, run
-from tests.kernels.paged.reference import paged_attention_reference
 
 MIXED = ([500, 361, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 STRADDLING = [(32, 48), (48, 64), (96, 64), (48, 128), (32, 24), (16, 3), (80, 64), (112, 160)]

@@ -19,9 +19,9 @@ from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.reference import paged_attention_reference
 from sparsek_kernels.paged.sample import CELL_BITS, STEPS, sample_cells, start_of, weight_steps
 from tests.kernels.paged.native_builds import built_sample, built_without, needs_compiler
-from tests.kernels.paged.reference import paged_attention_reference
 
 
 class Problem:

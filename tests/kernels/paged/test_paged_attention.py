@@ -25,15 +25,15 @@ from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from tests.kernels.paged.cache_cases import POLICIES, Case, check, lists_of, make_case, run
-from tests.kernels.paged.records_oracle import checked_lists
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     gather_sequence,
     list_logs,
     paged_attention_reference,
     select_blocks_reference,
     visible_reference,
 )
+from tests.kernels.paged.cache_cases import POLICIES, Case, check, lists_of, make_case, run
+from tests.kernels.paged.records_oracle import checked_lists
 
 MIXED = ([500, 361, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 

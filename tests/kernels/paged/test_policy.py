@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_kernels.paged import CELL_SIZE, SelectionPolicy, StepPolicy
-from tests.kernels.paged.reference import visible_reference
+from sparsek_kernels.paged.reference import visible_reference
 
 policies = st.one_of(
     st.just(SelectionPolicy()),

@@ -17,10 +17,10 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.operands import Ranks
 from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.paged.cache_cases import POLICIES, Case, make_case
 from tests.kernels.paged.record_batches import make_records
 from tests.kernels.paged.records_oracle import checked_lists, decode_reference
-from tests.kernels.paged.reference import paged_attention_reference
 from tests.kernels.shared_pages import held_pages, on_ranks
 
 LENGTHS, QUERIES = [1, 33, 64, 131, 300, 517], [1, 2, 1, 2, 1, 2]

@@ -18,12 +18,12 @@ from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.infllm.means import view_means
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
-from tests.kernels.launched import write_launched
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     kernel_shares_reference,
     paged_attention_reference,
     visible_reference,
 )
+from tests.kernels.launched import write_launched
 
 INDEXERS = Indexers(InfLLM(), InfLLM())
 SLACK = 1e-3

@@ -11,14 +11,14 @@ from problems import Problem, attend_phases, select_phases
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, StepPolicy
-from tests.kernels.launched import run_launched, write_launched
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     best,
     exact_masses_reference,
     paged_attention_reference,
     select_blocks_reference,
     tile_scores_reference,
 )
+from tests.kernels.launched import run_launched, write_launched
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

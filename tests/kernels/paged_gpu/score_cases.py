@@ -21,14 +21,14 @@ from sparsek_kernels.paged.index.problem import Selection
 from sparsek_kernels.paged.index.two_step import launch_scores
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from tests.kernels.gluon_interpreter import interpret
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     best,
     block_logits_reference,
     candidates_reference,
     means_reference,
     sampled_queries,
 )
+from tests.kernels.gluon_interpreter import interpret
 
 BOUND = 1e-6
 """Of a row's probability, in fp32: products of 16-bit inputs are exact."""

@@ -13,7 +13,7 @@ from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from tests.kernels.paged.reference import attend_reference
+from sparsek_kernels.paged.reference import attend_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = SelectionPolicy(num_sink=20, window_size=40, top_k=2, sel_block_size=32).per_token()

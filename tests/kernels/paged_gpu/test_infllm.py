@@ -26,7 +26,7 @@ from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.infllm.means import view_means
 from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.plan import Segment, plan_step
-from tests.kernels.paged.reference import block_ranks_reference, select_infllm_reference
+from sparsek_kernels.paged.reference import block_ranks_reference, select_infllm_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INFLLM = partial(SelectionPolicy, query_tile=1)

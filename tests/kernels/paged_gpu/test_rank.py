@@ -13,7 +13,7 @@ from sparsek_kernels.paged.index.problem import Selection, Step
 from sparsek_kernels.paged.index.two_step import launch_probabilities
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from tests.kernels.paged.reference import exact_masses_reference
+from sparsek_kernels.paged.reference import exact_masses_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)

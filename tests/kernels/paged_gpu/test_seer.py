@@ -29,12 +29,12 @@ from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.seer.cpu import write_gate_keys_eager
 from sparsek_kernels.paged.index.seer.gates import view_gate_keys
-from tests.kernels.paged.gate_cases import make_gates
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     paged_attention_reference,
     select_blocks_reference,
     select_seer_reference,
 )
+from tests.kernels.paged.gate_cases import make_gates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEER = partial(SelectionPolicy, query_tile=1)

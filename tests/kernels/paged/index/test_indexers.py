@@ -24,8 +24,8 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, each_segment, plan_step
+from sparsek_kernels.paged.reference import gather_sequence
 from tests.kernels.paged.cache_cases import Case, make_case, run
-from tests.kernels.paged.reference import gather_sequence
 
 MIXED = ([400, 61, 300, 333, 129], [1, 3, 300, 40, 64], 2)
 TILE, SIZE, SLOTS = 32, 16, 2

@@ -20,14 +20,14 @@ from sparsek_kernels.paged import (
     select_blocks,
 )
 from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
-from tests.kernels.paged.cache_cases import Case, make_case
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     block_ranks_reference,
     gather_sequence,
     kernel_shares_reference,
     paged_attention_reference,
     select_infllm_reference,
 )
+from tests.kernels.paged.cache_cases import Case, make_case
 
 SINGLE = partial(SelectionPolicy, query_tile=1)
 INDEXERS = Indexers(InfLLM(), InfLLM())

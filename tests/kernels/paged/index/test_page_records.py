@@ -25,11 +25,11 @@ from sparsek_kernels.paged.index.page_records.reference import (
     start_reference,
 )
 from sparsek_kernels.paged.lengths import batch_of_lengths
+from sparsek_kernels.paged.reference import gather_sequence
 from sparsek_kernels.paged.sample import CELL_BITS
 from tests.kernels.paged import choice_oracle as oracle
 from tests.kernels.paged.record_batches import TILES, RecordsCase, make_records
 from tests.kernels.paged.records_oracle import checked_lists, decode_reference
-from tests.kernels.paged.reference import gather_sequence
 
 
 @pytest.fixture(autouse=True)

@@ -25,15 +25,15 @@ from sparsek_kernels.paged import (
     write_index,
 )
 from sparsek_kernels.paged.index.seer.gates import view_gate_keys
-from tests.kernels.paged.cache_cases import Case, make_case
-from tests.kernels.paged.gate_cases import keep_gate_keys, make_gates, make_rotation
-from tests.kernels.paged.reference import (
+from sparsek_kernels.paged.reference import (
     gate_scores_reference,
     gather_sequence,
     paged_attention_reference,
     select_blocks_reference,
     select_seer_reference,
 )
+from tests.kernels.paged.cache_cases import Case, make_case
+from tests.kernels.paged.gate_cases import keep_gate_keys, make_gates, make_rotation
 
 SINGLE = partial(SelectionPolicy, query_tile=1)
 POLICIES = {

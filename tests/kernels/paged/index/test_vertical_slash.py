@@ -20,9 +20,8 @@ from sparsek_kernels.paged import (
     select_blocks,
 )
 from sparsek_kernels.paged.index.vertical_slash.lists import listed_blocks
-from sparsek_kernels.paged.index.vertical_slash.reference import listed_reference
+from sparsek_kernels.paged.reference import listed_reference
 from tests.kernels.paged.cache_cases import POLICIES, Case, check, make_case, run
-from tests.kernels.paged.reference import select_blocks_reference
 
 MIXED = ([700, 61, 300, 1, 450], [1, 3, 300, 1, 64], 2)
 ENTRIES = torch.tensor([[3, -4, 1, -9, 3, 8, -2], [-6, -5, -4, 12, 0, 2, 90]])
@@ -64,8 +63,7 @@ def test_attention_matches_the_oracle(name: str, dense_last: int) -> None:
     policy = replace(POLICIES[name], dense_last=dense_last)
     case = make_case(*MIXED)
     indexers = by_lists(block_lists(ENTRIES, policy))
-    select = listed_reference(ENTRIES.tolist(), select_blocks_reference)
-    check(case, policy, select=select, indexers=indexers)
+    check(case, policy, select=listed_reference(ENTRIES.tolist()), indexers=indexers)
     found, by_score = run(case, policy, indexers=indexers), run(case, policy)
     decodes = case.batch.num_decode_tokens
     torch.testing.assert_close(found[:decodes], by_score[:decodes])

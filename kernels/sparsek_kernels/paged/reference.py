@@ -17,12 +17,18 @@ from sparsek_kernels.paged.attend.reference import (
     visible_reference,
 )
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.infllm.reference import (
+    block_ranks_reference,
+    kernel_shares_reference,
+    select_infllm_reference,
+)
 from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.index.reference import (
     best,
     block_logits_reference,
     means_reference,
 )
+from sparsek_kernels.paged.index.seer.reference import gate_scores_reference, select_seer_reference
 from sparsek_kernels.paged.index.two_step.reference import (
     candidates_reference,
     exact_masses_reference,
@@ -31,12 +37,6 @@ from sparsek_kernels.paged.index.two_step.reference import (
     tile_scores_reference,
 )
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from tests.kernels.paged.index.infllm_reference import (
-    block_ranks_reference,
-    kernel_shares_reference,
-    select_infllm_reference,
-)
-from tests.kernels.paged.index.seer_reference import gate_scores_reference, select_seer_reference
 
 __all__ = [
     "attend_by_records_reference",
@@ -50,6 +50,7 @@ __all__ = [
     "gather_sequence",
     "kernel_shares_reference",
     "list_logs",
+    "listed_reference",
     "means_reference",
     "paged_attention_reference",
     "ranking_queries",
@@ -89,6 +90,38 @@ def select_blocks_reference(
     return [
         best(row, blocks, policy.scored_blocks) for row, blocks in zip(scores, listed, strict=True)
     ]
+
+
+def listed_reference(entries: list[list[int]]) -> Select:
+    """A function that chooses prefill tiles' blocks by ranked lists, and single tokens' by score.
+
+    Args:
+        entries: for each KV head; ``e >= 0`` is block ``e``, ``e < 0`` the block ``-e`` before the
+            one in which the tile begins.
+    """
+
+    def select(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: list[int],
+        policy: SelectionPolicy,
+        softmax_scale: float,
+    ) -> list[list[int]] | None:
+        if policy.query_tile == 1:
+            return select_blocks_reference(q, k, positions, policy, softmax_scale)
+        if policy.sees_all(positions[0]):
+            return None
+        first, last = policy.candidate_range(positions[0])
+        own = positions[0] // policy.query_tile * policy.query_tile // policy.sel_block_size
+        chosen = []
+        for ranked in entries:
+            blocks = [e if e >= 0 else own + e for e in ranked]
+            blocks += range(last - 1, first - 1, -1)  # the nearest, where the list ends early
+            competing = [b for b in dict.fromkeys(blocks) if first <= b < last]
+            chosen.append(sorted(competing[: policy.scored_blocks]))
+        return chosen
+
+    return select
 
 
 def attend_by_records_reference(
