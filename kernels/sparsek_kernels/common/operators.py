@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 from sparsek_kernels.checks import FLOAT_DTYPES
 from sparsek_kernels.common.precision import compute_dtype
