@@ -46,9 +46,11 @@ def write_launched(
     v_cache: torch.Tensor,
     k_summary: torch.Tensor | None,
     slots: torch.Tensor,
+    *,
+    pages: object = None,
     **scales: float,
 ) -> None:
-    """What ``write_kv`` does on a GPU."""
+    """What ``write_kv`` does on a GPU, where it has not found out where the ``pages`` are."""
     write_launch.write_kv(key, value, k_cache, v_cache, slots, **scales)
     if k_summary is not None:
         launch_write.write_records(k_cache, k_summary, slots)

@@ -269,7 +269,7 @@ def test_half_downloaded_models_are_refused(llama: Path, tmp_path: Path) -> None
     save_file({"weight": torch.zeros(64)}, weights)
     assert configure(tmp_path, load_format="auto") is not None
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"not complete: model.safetensors has \d+ of \d+ bytes"):
+    with pytest.raises(ValueError, match=r"not complete: model.safetensors is cut off .*\d+ bytes"):
         configure(tmp_path, load_format="auto")
     assert configure(tmp_path, load_format="auto", attention_backend="CPU_ATTN") is not None
 

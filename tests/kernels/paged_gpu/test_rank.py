@@ -150,7 +150,8 @@ def check(case: Case, dtype: torch.dtype, tolerance: float, whole: bool = False)
     half = len(tiles) // 2
     for step in (Step(0, half), Step(half, len(tiles) - half)):  # scratch is used again
         if step.count:
-            launch_probabilities.rank_blocks(call, step, given[step.first :].contiguous())
+            # A kernel that finds candidates comes before, and waits for the step that is ranked.
+            launch_probabilities.rank_blocks(call, step, given[step.first :].clone())
     offsets, ranked = problem.batch.cu_seqlens_q.tolist(), 0
     for index, (request, base, positions) in enumerate(tiles):
         if not positions:

@@ -54,7 +54,8 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     """Select the best of a step's candidates, by exact masses of the tiles' samples.
 
     Args:
-        candidates: ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``.
+        candidates: ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``, which has
+            waited for the step before: the masses of both lie in the same scratch.
     """
     policy = call.policy
     config, unit = list_config(call)
