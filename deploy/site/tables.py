@@ -279,9 +279,46 @@ def by_records(file: str) -> str:
     return f"{_table(head, lines)}\n\n{_measured_on(rows)}"
 
 
+def unions(file: str) -> str:
+    """Return how many blocks neighbours select, by ``benchmarks/nsa_union.py``: a line per size."""
+    found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    lines = []
+    for name, part in (("", found["model"]), ("demo, ", found["demo"])):
+        for row in part["rows"]:
+            if row["kind"] != "model" or row["layer"] != "all":
+                continue
+            alike = [
+                x for x in part["rows"] if all(x[y] == row[y] for y in ("length", "neighbours"))
+            ]
+            random = next(x["mean"] for x in alike if x["kind"] == "random")
+            means = [x["mean"] for x in alike if x["kind"] == "model" and x is not row]
+            spread = f"{min(means):.1f} to {max(means):.1f}" if means else ""
+            even, below = (f"{row['even']:g}", f"{row['below']:.0%}") if "even" in row else ("", "")
+            union = f"{row['mean']:.1f} ({row['p10']:g}, {row['p90']:g})"
+            size, half = str(row["neighbours"]), f"{row['half']:.1f}"
+            length = f"{name}{_tokens(row['length'])}"
+            lines.append((length, size, union, spread, half, f"{random:.1f}", even, below))
+    head = (
+        "tokens", "T", "union: mean (10 %, 90 %)", "means of layers", "chosen by half or more",
+        "union of random ones", "even at", "groups below",
+    )  # fmt: skip
+    return f"{_table(head, lines)}\n\n{_measured_on([found['machine']])}"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
-    for function in (settings, api, kernels, served, load, quality, shares, headline, by_records)
+    for function in (
+        settings,
+        api,
+        kernels,
+        served,
+        load,
+        quality,
+        shares,
+        headline,
+        by_records,
+        unions,
+    )
 }
 
 
