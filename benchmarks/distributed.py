@@ -1,6 +1,8 @@
 """Context parallelism on the ranks of torchrun: correctness, then time against one GPU's share.
 
     torchrun --nproc-per-node 8 benchmarks/distributed.py --csv distributed_h200.csv
+    torchrun --nproc-per-node 4 benchmarks/distributed.py --csv long_h200.csv --long
+    torchrun --nproc-per-node 4 benchmarks/distributed.py --csv h200.csv --profile h200.json
     torchrun --nproc-per-node 2 benchmarks/distributed.py --tokens 64 --csv cpu.csv     # a CPU
 
 NCCL where there are GPUs, else gloo.  Outputs and gradients are first held against fp64: the error
@@ -8,39 +10,58 @@ may be twice that of one rank in the same dtype, and a failed check stops the ru
 forward and backward passes one after another, by the slowest rank's clock.
 
 The share of one GPU is the same work without the others: for a window, a shard with its halo; for a
-ring, a whole sequence over the number of ranks; for native sparse attention, the rank's queries
-with all their keys at hand.  ``params`` has the share over the time (``efficiency``).  Rows of
-other runs stay in the file.
+ring and for block patterns, a whole sequence over the number of ranks; for native sparse attention,
+the rank's queries with all their keys at hand.  ``params`` has the share over the time
+(``efficiency``).  Rows of other runs stay in the file.
+
+``--long`` times one sequence of growing length.  Beside each time and peak stands a prediction from
+the first two lengths: a window's time and every peak grow as ``a + b N``, other times as
+``a N + b N^2``.  ``--profile`` also writes where the time goes (``distributed_profile.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed_profile import profile_row
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.distributed import (
     SequenceLayout,
+    balanced_layout,
+    context_parallel_block_sparse_attention,
     context_parallel_nsa_attention,
     context_parallel_sink_flash_attention,
     shard,
     unshard,
 )
 from sparsek_backend.machine import describe_machine
-from sparsek_kernels import nsa_attention, nsa_compress, sink_flash_attention
+from sparsek_backend.patterns.masks import random_pattern
+from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_kernels import (
+    block_sparse_attention,
+    nsa_attention,
+    nsa_compress,
+    sink_flash_attention,
+)
 
 DIM = 128
 NUM_SINK, WINDOW = 64, 4096
 NSA_WINDOW, TOP_N, BLOCK = 512, 16, 64  # the defaults
+DENSITY, PATTERN_BLOCK = 0.1, 128
+LONG = [64 * 1024, 128 * 1024, 256 * 1024, 512 * 1024]
 Tensors = list[torch.Tensor]
 Step = Callable[[], None]
 
@@ -52,7 +73,7 @@ class Case:
     Args:
         heads: query heads and KV heads.
         tokens: tokens a rank, unless told otherwise.
-        order: of the shards.
+        order: of the shards; ``balanced`` deals the rows of the pattern.
     """
 
     heads: tuple[int, int]
@@ -63,6 +84,7 @@ class Case:
 CASES = {
     "sink_window": Case((32, 8), 128 * 1024, "contiguous"),
     "ring": Case((32, 8), 32 * 1024, "zigzag"),
+    "block_sparse": Case((32, 8), 64 * 1024, "balanced"),
     "nsa": Case((64, 4), 64 * 1024, "zigzag"),
     "nsa_chosen": Case((64, 4), 64 * 1024, "zigzag"),  # keys of the chosen blocks alone travel
 }
@@ -71,6 +93,27 @@ CASES = {
 def is_nsa(name: str) -> bool:
     """Whether it is native sparse attention, whichever keys travel."""
     return name.startswith("nsa")
+
+
+@lru_cache(maxsize=2)
+def pattern_of(num_tokens: int, device: torch.device) -> BlockSparsePattern:
+    """A causal pattern, the same on every rank, of random blocks: every rank needs many keys.
+
+    It lists ``DENSITY`` of the blocks, or twice the diagonal where that is more.  Small problems
+    have smaller blocks.
+    """
+    size = min(PATTERN_BLOCK, max(16, num_tokens // 128 * 16))
+    rows = num_tokens // size
+    density = min(1.0, max(DENSITY, 4 / (rows + 1)))
+    pattern = random_pattern((rows, rows), size, density=density, seed=0, causal=True)
+    return pattern.to(device)
+
+
+def layout_of(case: Case, num_tokens: int, world: int, device: torch.device) -> SequenceLayout:
+    """Which rank holds which tokens of one sequence."""
+    if case.order == "balanced":
+        return balanced_layout(pattern_of(num_tokens, device), world, causal=True)
+    return SequenceLayout(num_tokens, world, case.order)
 
 
 def draw(name: str, heads: tuple[int, int], tokens: int, like: torch.Tensor, seed: int) -> Tensors:
@@ -97,6 +140,11 @@ def spread_out(
         return context_parallel_nsa_attention(
             *x[:3], gates, mesh=mesh, layout=layout, window_size=window, gather=gather
         )
+    if name == "block_sparse":
+        pattern = pattern_of(layout.num_tokens, x[0].device)
+        return context_parallel_block_sparse_attention(
+            *x, pattern, mesh=mesh, layout=layout, causal=True
+        )
     mask = {"num_sink": NUM_SINK, "window_size": window} if name == "sink_window" else {}
     return context_parallel_sink_flash_attention(*x, mesh=mesh, layout=layout, **mask)
 
@@ -107,6 +155,8 @@ def on_one(
     """The attention on one rank."""
     if is_nsa(name):
         return nsa_attention(*x, window_size=window, block_indices=block_indices)
+    if name == "block_sparse":
+        return block_sparse_attention(*x, pattern_of(x[0].shape[1], x[0].device), causal=True)
     mask = {"num_sink": NUM_SINK, "window_size": window} if name == "sink_window" else {}
     return sink_flash_attention(*x, **mask)
 
@@ -143,11 +193,11 @@ def check(name: str, mesh: DeviceMesh, like: torch.Tensor) -> str:
         SystemExit: an error beyond the bound, or other blocks in more than a tenth of the rows.
     """
     case, world = CASES[name], mesh.size()
-    tokens = 512 if like.is_cuda else 32
+    tokens = 512 if like.is_cuda else 64
     if is_nsa(name):  # so few that every block is chosen
         tokens = min(tokens, TOP_N * BLOCK // world)
     heads = (2 * case.heads[0] // case.heads[1], 2)
-    layout = SequenceLayout(tokens * world, world, case.order)
+    layout = layout_of(case, tokens * world, world, like.device)
     whole = draw(name, heads, layout.num_tokens, like, 0)
     worst = 0.0
     for window in (tokens // 2, 2 * tokens + 3) if name == "sink_window" else (tokens // 2,):
@@ -185,7 +235,7 @@ def passes(call: Callable[[], torch.Tensor], leaves: Tensors, dout: torch.Tensor
 
 def shared_step(name: str, mesh: DeviceMesh, case: Case, tokens: int, like: torch.Tensor) -> Step:
     """What is timed: the passes of a rank together with the others."""
-    layout = SequenceLayout(tokens * mesh.size(), mesh.size(), case.order)
+    layout = layout_of(case, tokens * mesh.size(), mesh.size(), like.device)
     *leaves, dout = draw(name, case.heads, tokens, like, mesh.get_local_rank())
     leaves = [x.requires_grad_() for x in leaves]
     window = NSA_WINDOW if is_nsa(name) else WINDOW
@@ -198,7 +248,7 @@ def share_steps(
     """The share of one GPU: passes without the others, and by what their time is divided."""
     world, rank = mesh.size(), mesh.get_local_rank()
     heads = case.heads
-    if name == "ring":
+    if name in ("ring", "block_sparse"):
         *leaves, dout = draw(name, heads, tokens * world, like, 0)
         leaves = [x.requires_grad_() for x in leaves]
         return [passes(lambda: on_one(name, leaves, 0), leaves, dout)], world
@@ -248,46 +298,123 @@ def timed(steps: list[Step], device: torch.device, samples: int) -> list[float]:
     return sorted(found)
 
 
+def timed_with_peak(
+    steps: list[Step], device: torch.device, samples: int
+) -> tuple[list[float], float | None]:
+    """Milliseconds as :func:`timed`, and on GPUs the largest peak of a rank in MiB."""
+    if device.type != "cuda":
+        return timed(steps, device, samples), None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    ms = timed(steps, device, samples)
+    peak = torch.tensor([torch.cuda.max_memory_allocated() / 2**20], device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return ms, float(peak)
+
+
+def row_of(
+    op: str, case: Case, spec: str, provider: str, detail: str, ms: list[float], peak: float | None
+) -> Row:
+    """The row of sorted times."""
+    return Row(
+        op,
+        f"{case.heads[0]}/{case.heads[1]} heads {case.order}",
+        spec,
+        provider,
+        "ok",
+        detail,
+        "forward and backward",
+        statistics.median(ms),
+        ms[len(ms) // 5],
+        ms[-1 - len(ms) // 5],
+        len(ms),
+        "host clock, slowest rank, warm",
+        peak_mib=peak,
+    )
+
+
+def per_token(row: Row, tokens: int) -> Row:
+    """The row with its time a token."""
+    return dataclasses.replace(row, params=f"us_per_token={(row.ms or 0) * 1e3 / tokens:.4f}")
+
+
 def measure(
     name: str, mesh: DeviceMesh, like: torch.Tensor, tokens: int, samples: int, detail: str
 ) -> list[Row]:
     """Rows of ours and of the share."""
-    case, device = CASES[name], like.device
-    spec, times, rows, peak = f"q{tokens} x {mesh.size()} ranks", {}, [], None
+    case, rows = CASES[name], []
+    spec = f"q{tokens} x {mesh.size()} ranks"
     for provider in ("sparsek", "share of one GPU"):
         if provider == "sparsek":
             steps, parts = [shared_step(name, mesh, case, tokens, like)], 1
         else:
             steps, parts = share_steps(name, mesh, case, tokens, like)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        times[provider] = [ms / parts for ms in timed(steps, device, samples)]
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() / 2**20
-        ms = times[provider]
-        rows.append(
-            Row(
-                f"context_parallel_{name}",
-                f"{case.heads[0]}/{case.heads[1]} heads {case.order}",
-                spec,
-                provider,
-                "ok",
-                detail,
-                "forward and backward",
-                statistics.median(ms),
-                ms[len(ms) // 5],
-                ms[-1 - len(ms) // 5],
-                len(ms),
-                "host clock, slowest rank, warm",
-                peak_mib=peak,
-                params=f"us_per_token={statistics.median(ms) * 1e3 / tokens:.4f}",
-            )
-        )
+        times, peak = timed_with_peak(steps, like.device, samples)
+        ms = [x / parts for x in times]
+        row = row_of(f"context_parallel_{name}", case, spec, provider, detail, ms, peak)
+        rows.append(per_token(row, tokens))
         del steps
-    ours, share = (statistics.median(x) for x in times.values())
-    rows[0] = dataclasses.replace(rows[0], params=f"{rows[0].params} efficiency={share / ours:.3f}")
+    ours, share = (row.ms or 0 for row in rows)
+    params = f"{rows[0].params} efficiency={share / ours:.3f}"
+    if name == "block_sparse":
+        pattern = pattern_of(tokens * mesh.size(), like.device)
+        params += f" block_size={pattern.block_size} listed={pattern.num_blocks}"
+    rows[0] = dataclasses.replace(rows[0], params=params)
     return rows
+
+
+def predicted(
+    lengths: Sequence[int], values: Sequence[float], powers: tuple[int, int]
+) -> list[float]:
+    """Values at all lengths of the sum of two powers that meets the first two values."""
+    p, q = powers
+    unit = lengths[0]
+    (x, y), first, second = (n / unit for n in lengths[:2]), *values[:2]
+    det = x**p * y**q - y**p * x**q
+    a, b = (first * y**q - second * x**q) / det, (x**p * second - y**p * first) / det
+    return [a * (n / unit) ** p + b * (n / unit) ** q for n in lengths]
+
+
+def measure_long(
+    name: str, mesh: DeviceMesh, like: torch.Tensor, lengths: list[int], samples: int, detail: str
+) -> list[Row]:
+    """Rows of one sequence of each length, with what the first two predict."""
+    case, rows = CASES[name], []
+    for length in lengths:
+        tokens = length // mesh.size()
+        steps = [shared_step(name, mesh, case, tokens, like)]
+        ms, peak = timed_with_peak(steps, like.device, samples)
+        spec = f"q{length} over {mesh.size()} ranks"
+        row = row_of(f"context_parallel_{name}_long", case, spec, "sparsek", detail, ms, peak)
+        rows.append(per_token(row, tokens))
+        del steps
+    powers = (0, 1) if name == "sink_window" else (1, 2)
+    found = {"ms": ([row.ms or 0 for row in rows], powers)}
+    peaks = [row.peak_mib for row in rows if row.peak_mib is not None]
+    if peaks:
+        found["peak_mib"] = (peaks, (0, 1))
+    for what, (values, kind) in found.items():
+        for index, (true, due) in enumerate(
+            zip(values, predicted(lengths, values, kind), strict=True)
+        ):
+            words = f" predicted_{what}={due:.4f} {what}_over_predicted={true / due:.4f}"
+            rows[index] = dataclasses.replace(rows[index], params=rows[index].params + words)
+    return rows
+
+
+def keep_rows(path: Path, rows: list[Row]) -> None:
+    """Write rows to a CSV file, in place of those of the same key."""
+    keys = {row.key for row in rows}
+    kept = [row for row in read_csv(path) if row.key not in keys] if path.exists() else []
+    write_csv(path, [*kept, *rows])
+
+
+def keep_profile(path: Path, row: dict[str, Any]) -> None:
+    """Write the row of a case to a JSON file, in place of the same case's and length's."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    key = (row["op"], row["spec"])
+    kept = [x for x in rows if (x["op"], x["spec"]) != key]
+    path.write_text(json.dumps([*kept, row], indent=1) + "\n")
 
 
 def main() -> None:
@@ -295,9 +422,23 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--case", choices=CASES, action="append", help="all when left out")
     parser.add_argument("--tokens", type=int, help="tokens a rank; each case's own when left out")
+    parser.add_argument(
+        "--long",
+        type=int,
+        nargs="*",
+        metavar="TOKENS",
+        help="time one sequence of these lengths, 64k to 512k when none is named",
+    )
+    parser.add_argument("--profile", type=Path, help="JSON file of where the time goes")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--commit", default="", help="to record where there is no git")
     args = parser.parse_args()
+    lengths = LONG if args.long == [] else args.long
+    if lengths is not None:
+        if args.tokens or args.profile:
+            parser.error("--long: expected no --tokens and no --profile beside it")
+        if len(lengths) < 3 or lengths != sorted(set(lengths)) or lengths[0] < 1:
+            parser.error(f"--long: expected three or more ascending lengths, got {lengths}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
@@ -308,21 +449,24 @@ def main() -> None:
         dist.init_process_group("gloo")
     mesh = init_device_mesh(like.device.type, (dist.get_world_size(),))
     machine = dataclasses.asdict(describe_machine(like.device, args.commit))
-    for name in args.case or CASES:
+    for name in args.case or (CASES if lengths is None else ("sink_window", "nsa")):
         detail = check(name, mesh, like)
         tokens = args.tokens or CASES[name].tokens
-        found = measure(name, mesh, like, tokens, args.samples, detail)
+        if lengths is None:
+            found = measure(name, mesh, like, tokens, args.samples, detail)
+        else:
+            found = measure_long(name, mesh, like, lengths, args.samples, detail)
         if dist.get_rank() == 0:
-            rows = [dataclasses.replace(row, **machine) for row in found]
-            keys = {row.key for row in rows}
-            kept = (
-                [row for row in read_csv(args.csv) if row.key not in keys]
-                if args.csv.exists()
-                else []
-            )
-            write_csv(args.csv, [*kept, *rows])
-            for row in rows:
+            keep_rows(args.csv, [dataclasses.replace(row, **machine) for row in found])
+            for row in found:
                 print(row.op, row.spec, row.provider, f"{row.ms:.2f} ms", row.params, row.detail)
+        if args.profile is not None:
+            steps = [shared_step(name, mesh, CASES[name], tokens, like)]
+            split = profile_row(steps, like.device)
+            if dist.get_rank() == 0:
+                head = {"op": found[0].op, "case": found[0].case, "spec": found[0].spec}
+                keep_profile(args.profile, {**head, "step_ms": found[0].ms, **split, **machine})
+            del steps
     dist.barrier()
     dist.destroy_process_group()
 

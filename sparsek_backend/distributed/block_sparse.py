@@ -2,7 +2,8 @@
 
 A rank fetches the key blocks that its rows list, and no others.  Its call sees them in an order of
 its own, the blocks of other ranks before its own: causality then cuts its diagonal blocks as
-always, and blocks in the future are left out of the pattern.
+always, and blocks in the future are left out of the pattern.  The blocks of one rank stay together,
+so that what came from it is put in place, and its gradients are taken, in one piece.
 """
 
 from __future__ import annotations
@@ -103,13 +104,15 @@ def _plan(structure: BlockStructure, layout: SequenceLayout, rank: int, causal: 
     entries = _entries_of(structure)
     seen = entries.column <= entries.row if causal else torch.ones_like(entries.row).bool()
     own = [layout.token_indices(r)[::size] // size for r in range(layout.world_size)]
+    owner = torch.empty(num_rows, dtype=torch.long)
+    for r, blocks in enumerate(own):
+        owner[blocks] = r
     requests: list[list[list[Range]]] = []
     mine = others = own[rank]
     for r, blocks in enumerate(own):
-        is_own = torch.zeros(num_rows, dtype=torch.bool)
-        is_own[blocks] = True
-        wanted = torch.unique(entries.column[is_own[entries.row] & seen])
-        wanted = wanted[~is_own[wanted]]
+        wanted = torch.unique(entries.column[(owner[entries.row] == r) & seen])
+        wanted = wanted[owner[wanted] != r]
+        wanted = wanted[torch.argsort(owner[wanted], stable=True)]  # each rank's are one piece
         order = torch.cat([wanted, blocks]).tolist()
         requests.append([[(x * size, (x + 1) * size) for x in order]])
         if r == rank:

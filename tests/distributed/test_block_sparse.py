@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from sparsek_backend.distributed import SequenceLayout, balanced_layout
+from sparsek_backend.distributed.block_sparse import _plan
 from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.patterns.masks import random_pattern
 from sparsek_kernels import block_sparse_attention
+from sparsek_kernels.block_sparse.structure import structure_of
 from tests.distributed import cases
 from tests.distributed.group import Ranks
 from tests.distributed.test_attention import draw, together
@@ -70,6 +73,20 @@ def test_balanced_rows_have_like_work() -> None:
     assert max(work) - min(work) <= 0.02 * sum(work) / 4
     with pytest.raises(ValueError, match="pattern: expected as many rows as columns, a multiple"):
         balanced_layout(pattern, 5)
+
+
+def test_blocks_of_a_rank_are_one_piece() -> None:
+    """However the blocks are scattered, a step launches a few copies, not one for each block."""
+    pattern = random_pattern((64, 64), 16, density=0.05, seed=0)
+    layout = balanced_layout(pattern, 4)
+    for rank in range(4):
+        transfers = _plan(structure_of(pattern, layout.num_tokens), layout, rank, False).transfers
+        (pieces,) = transfers.requests
+        assert [piece.buffer for piece in pieces] == [1, 2, 3, 0]
+        assert sum(len(rows) for _, rows in transfers.sends) > 3  # scattered in the stream
+        received = {index + 1: rows for index, (_, rows) in enumerate(transfers.receives)}
+        for piece in pieces[:-1]:
+            assert piece.rows == slice(0, received[piece.buffer])
 
 
 BAD = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,18 +28,40 @@ def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_benchmark_is_green(count: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} CUDA GPUs")
-    csv = tmp_path / "rows.csv"
+    csv, file = tmp_path / "rows.csv", tmp_path / "profile.json"
     benchmark = str(ROOT / "benchmarks" / "distributed.py")
-    done = torchrun(count, benchmark, "--tokens", "8192", "--samples", "1", "--csv", str(csv))
+    options = ("--tokens", "8192", "--samples", "1", "--csv", str(csv), "--profile", str(file))
+    done = torchrun(count, benchmark, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_csv(csv)
     assert {row.op.removeprefix("context_parallel_") for row in rows} == {
         "sink_window",
         "ring",
+        "block_sparse",
         "nsa",
         "nsa_chosen",
     }
     assert all(row.is_timed for row in rows)
+    for row in json.loads(file.read_text()):
+        assert any(name.startswith("nccl") for name in row["by_name_ms"]), row["by_name_ms"]
+        parts = row["compute_ms"] + row["exposed_ms"] + row["gap_ms"]
+        assert parts == pytest.approx(row["span_ms"])
+
+
+@pytest.mark.gpu
+def test_long_sequences_have_predicted_times_and_peaks(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA GPUs")
+    csv, lengths = tmp_path / "rows.csv", ("16384", "32768", "65536")
+    benchmark = str(ROOT / "benchmarks" / "distributed.py")
+    done = torchrun(2, benchmark, "--samples", "1", "--csv", str(csv), "--long", *lengths)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_csv(csv)
+    assert len(rows) == 6
+    for row in rows:
+        assert row.peak_mib is not None
+        assert "predicted_ms=" in row.params
+        assert "predicted_peak_mib=" in row.params
 
 
 @pytest.mark.gpu
