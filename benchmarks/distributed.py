@@ -403,7 +403,7 @@ def measure_long(
 
 
 def keep_rows(path: Path, rows: list[Row]) -> None:
-    """Write rows to a CSV file, in place of those of the same key."""
+    """Write rows to a CSV file.  A new row replaces the old one with the same key."""
     keys = {row.key for row in rows}
     kept = [row for row in read_csv(path) if row.key not in keys] if path.exists() else []
     write_csv(path, [*kept, *rows])

@@ -37,7 +37,7 @@ from sparsek_kernels.nsa.torch_path import best_blocks
 
 NEIGHBOURS = (2, 4, 8, 16)
 HEADS = 16
-"""Query heads of a KV head in ``even``; those of the measured model may be fewer."""
+"""Query heads of a KV head that ``even`` is worked out for; the measured model may have fewer."""
 BINS = 32
 BARS = " ▁▂▃▄▅▆▇█"
 Chosen: TypeAlias = torch.Tensor
