@@ -14,7 +14,7 @@ from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
-from sparsek_kernels.paged.index.page_records import PageRecords, launch_write
+from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.page_records import launch as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
@@ -51,9 +51,7 @@ def write_launched(
     **scales: float,
 ) -> None:
     """What ``write_kv`` does on a GPU, where it has not found out where the ``pages`` are."""
-    write_launch.write_kv(key, value, k_cache, v_cache, slots, **scales)
-    if k_summary is not None:
-        launch_write.write_records(k_cache, k_summary, slots)
+    write_launch.write_kv(key, value, k_cache, v_cache, k_summary, slots, **scales)
 
 
 def attend_launched(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:

@@ -102,10 +102,8 @@ def write_kv(
             slot_mapping=slot_mapping,
         )
         with nullcontext() if call is None else call.recorded():
-            rows = (key, value, k_cache, v_cache, slot_mapping)
+            rows = (key, value, k_cache, v_cache, k_summary, slot_mapping)
             launch.write_kv(*rows, k_scale=k_scale, v_scale=v_scale)
-            if k_summary is not None:
-                write_records(k_cache, k_summary, slot_mapping)
         return
     tokens = slot_mapping.shape[0]
     write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, slot_mapping)

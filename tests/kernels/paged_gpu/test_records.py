@@ -1,4 +1,4 @@
-"""The kernel that writes records, and what reads their bytes: interpreted or on a GPU."""
+"""The kernels that write records, and what reads their bytes: interpreted or on a GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from sparsek_kernels.paged.record import (
     code_sizes,
     sections,
 )
+from sparsek_kernels.paged.write import launch as write_launch
 from tests.kernels.paged.record_cases import (
     KINDS,
     UNWRITTEN,
     Pages,
+    Write,
     check_decoded,
     make_pages,
     redraft,
@@ -28,6 +30,25 @@ from tests.kernels.paged.record_cases import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def write_together(k_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor) -> None:
+    """Rows and records by one launch: the step's rows are poison before."""
+    page_size = k_cache.shape[2]
+    here = slots >= 0
+    at = slots[here] // page_size, slice(None), slots[here] % page_size
+    key = k_cache.new_zeros(len(slots), k_cache.shape[1], k_cache.shape[3])
+    key[here] = k_cache[at]
+    k_cache[at] = float("nan")
+    v_cache = torch.zeros_like(k_cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_launch, "TOGETHER", len(slots))
+        write_launch.write_kv(key, 2 * key.float(), k_cache, v_cache, k_summary, slots)
+    assert torch.equal(k_cache[at].float(), key[here].float())
+    assert torch.equal(v_cache[at].float(), (2 * key[here].float()).to(v_cache.dtype).float())
+
+
+both_writers = pytest.mark.parametrize("write", [write_records, write_together])
 
 
 def check_bytes(pages: Pages, lengths: list[int], most: float = 1e-3) -> None:
@@ -42,6 +63,7 @@ def check_bytes(pages: Pages, lengths: list[int], most: float = 1e-3) -> None:
     assert differ.numel() == 0 or differ.mean() <= most, differ.mean()
 
 
+@both_writers
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dim", "dtype"),
@@ -57,11 +79,11 @@ def check_bytes(pages: Pages, lengths: list[int], most: float = 1e-3) -> None:
     ],
 )
 def test_the_kernel_writes_what_the_torch_path_writes(
-    dim: int, dtype: torch.dtype, kind: str
+    dim: int, dtype: torch.dtype, kind: str, write: Write
 ) -> None:
     lengths = [130, 64, 63]
     pages = make_pages(lengths, dim=dim, dtype=dtype, kind=kind, device=DEVICE)
-    pages.step([0, 0, 0], lengths, write_records)
+    pages.step([0, 0, 0], lengths, write)
     check_bytes(pages, lengths)
     at = [int(pages.table[0, 0]), int(pages.table[0, 1]), int(pages.table[1, 0])]
     check_decoded(pages.records[at, :, 0].cpu(), pages.k_cache[at].cpu())
@@ -70,9 +92,10 @@ def test_the_kernel_writes_what_the_torch_path_writes(
 @pytest.mark.skipif(
     DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="needs sm_89"
 )
-def test_fp8_cache() -> None:
+@both_writers
+def test_fp8_cache(write: Write) -> None:
     pages = make_pages([130, 64], dim=64, dtype=torch.float8_e4m3fn, device=DEVICE)
-    pages.step([0, 0], [130, 64], write_records)
+    pages.step([0, 0], [130, 64], write)
     check_bytes(pages, [130, 64])
 
 
@@ -82,43 +105,47 @@ def test_fp8_cache() -> None:
     page_size=st.sampled_from([64, 128, 192]),
     head_major=st.booleans(),
     cuts=st.lists(st.sampled_from([5, 64, 130]), min_size=1, max_size=3),
+    write=st.sampled_from([write_records, write_together]),
 )
 def test_the_same_records_in_any_order(
-    lengths: list[int], page_size: int, head_major: bool, cuts: list[int]
+    lengths: list[int], page_size: int, head_major: bool, cuts: list[int], write: Write
 ) -> None:
     options = {"page_size": page_size, "head_major": head_major, "device": DEVICE}
     pieces, whole = (make_pages(lengths, heads=3, seed=1, **options) for _ in range(2))
-    write_in_pieces(pieces, lengths, cuts, write_records)
+    write_in_pieces(pieces, lengths, cuts, write)
     whole.step([0] * len(lengths), lengths, write_records)
     assert torch.equal(pieces.records, whole.records)
     check_bytes(whole, lengths)
 
 
-def test_drafts_that_are_taken_back() -> None:
+@both_writers
+def test_drafts_that_are_taken_back(write: Write) -> None:
     pages = make_pages([70, 140], device=DEVICE)
-    pages.step([0, 0], [60, 127], write_records)
-    pages.step([60, 127], [65, 132], write_records)
+    pages.step([0, 0], [60, 127], write)
+    pages.step([60, 127], [65, 132], write)
     first = pages.records.clone()
     check_bytes(pages, [65, 132])
     redraft(pages, 61, 128)
-    pages.step([61, 128], [66, 133], write_records)
+    pages.step([61, 128], [66, 133], write)
     check_bytes(pages, [66, 133])
     changed = (pages.records != first).flatten(1).any(1)
     assert changed.nonzero()[:, 0].tolist() == [int(pages.table[0, 0])]
 
 
-def test_segments_on_pages_of_other_ranks() -> None:
+@both_writers
+def test_segments_on_pages_of_other_ranks(write: Write) -> None:
     pages = make_pages([260, 190], device=DEVICE)
     pages.table[:, 1] = -1
-    pages.step([0, 0], [260, 190], write_records)
+    pages.step([0, 0], [260, 190], write)
     check_bytes(pages, [260, 190])
 
 
-def test_padding_writes_nothing() -> None:
+@both_writers
+def test_padding_writes_nothing(write: Write) -> None:
     pages = make_pages([64, 64], device=DEVICE)
-    pages.step([0, 0], [64, 63], write_records)
+    pages.step([0, 0], [64, 63], write)
     padding = torch.full((3,), -1, device=DEVICE)
-    write_records(pages.k_cache, pages.k_summary, padding)
+    write(pages.k_cache, pages.k_summary, padding)
     check_bytes(pages, [64, 0])
 
 

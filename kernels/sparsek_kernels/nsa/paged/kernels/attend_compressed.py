@@ -106,7 +106,7 @@ def nsa_paged_compressed_kernel(
         states = state_ptr + place * splits * 2 * BLOCK_M + offs_m
         tl.store(states + (2 * split) * BLOCK_M, m, mask=mask_m)
         tl.store(states + (2 * split + 1) * BLOCK_M, total, mask=mask_m)
-        if begin < end:
+        if (begin < end) | (split == 0):
             tl.store(parts + split * BLOCK_M * BLOCK_D, acc, mask=mask_out)
         tl.debug_barrier()
         ticket = tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel")
@@ -114,7 +114,7 @@ def nsa_paged_compressed_kernel(
             return
         tl.store(ticket_ptr + place, 0)
         m, total, acc = add_splits(
-            parts, states, mask_m, mask_out, tl.cdiv(num_tiles, tl.maximum(per_split, 1)),
+            parts, states, tl.maximum(tl.cdiv(num_tiles, tl.maximum(per_split, 1)), 1),
             BLOCK_M, BLOCK_D, MOST_SPLITS,
         )  # fmt: skip
     inv_l, lse = softmax_finish(m, total)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
-from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced
+from sparsek_kernels.paged.attend.kernels.cells import attend_sample
 from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
 from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
@@ -187,12 +187,15 @@ def attend_kernel(
     else:
         middle = tl.minimum(tl.maximum(num_plain, piece_begin), piece_end)
     if CELLS:
-        acc, row_max, row_sum = attend_forced(
-            acc, row_max, row_sum, q, position, k_head, v_head, table,
-            split * forced_each, tl.minimum((split + 1) * forced_each, num_forced),
-            num_front, num_forced, first_local, low, high, qk_scale,
-            stride_kp, stride_kt, stride_vp, stride_vt,
-            HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SHARDED, NUM_STAGES,
+        acc, row_max, row_sum = attend_sample(
+            acc, row_max, row_sum, q, position, k_head, v_head, table, selected,
+            (split * forced_each, tl.minimum((split + 1) * forced_each, num_forced)),
+            (split * cells_each, tl.minimum((split + 1) * cells_each, num_cells)),
+            num_front, first_local, high, qk_scale,
+            stride_kp, stride_kt,
+            stride_kp if JOINED else stride_vp, stride_kt if JOINED else stride_vt,
+            HEAD_DIM, BLOCK_D, BLOCK_N, SEL_BLOCK, SCORED_BLOCKS * SEL_BLOCK, PAGE_SIZE, SHARDED,
+            NUM_STAGES, OVERLAP,
         )  # fmt: skip
     elif MODE != SINK_WINDOW:
         acc, row_max, row_sum = attend_pieces(
@@ -234,22 +237,7 @@ def attend_kernel(
     if OVERLAP and SELECTED_LAST and not CELLS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if CELLS:
-        if OVERLAP and not full:  # without a sample there is nothing to wait for
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        acc, row_max, row_sum = attend_cells(
-            acc, row_max, row_sum, q, k_head, v_head, table, selected,
-            split * cells_each, tl.minimum((split + 1) * cells_each, num_cells), qk_scale,
-            stride_kp, stride_kt,
-            stride_kp if JOINED else stride_vp, stride_kt if JOINED else stride_vt,
-            HEAD_DIM, BLOCK_D, BLOCK_N, SEL_BLOCK, SCORED_BLOCKS * SEL_BLOCK, PAGE_SIZE, SHARDED,
-            NUM_STAGES,
-        )  # fmt: skip
-        if OVERLAP and full:  # kernels end in their order
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-    else:
+    if not CELLS:
         acc, row_max, row_sum = attend_pieces(
             acc,
             row_max,
@@ -294,6 +282,7 @@ def attend_kernel(
         rows = tl.arange(0, BLOCK_M)
         tl.store(states + (2 * split) * LIVE + rows, row_max, mask=mask_m)
         tl.store(states + (2 * split + 1) * LIVE + rows, row_sum, mask=mask_m)
+        num_parts = tl.maximum(num_parts, 1)
         if split < num_parts:
             mine = parts + (split * LIVE + rows)[:, None] * BLOCK_D
             tl.store(mine, acc, mask=mask_m[:, None] & mask_d[None, :])
@@ -308,14 +297,7 @@ def attend_kernel(
         )
         rows = tl.arange(0, LIVE)
         row_max, row_sum, acc = add_splits(
-            parts + rows[:, None] * BLOCK_D,
-            states + rows,
-            mask_m,
-            mask_m[:, None] & mask_d[None, :],
-            num_parts,
-            LIVE,
-            BLOCK_D,
-            MOST_SPLITS,
+            parts + rows[:, None] * BLOCK_D, states + rows, num_parts, LIVE, BLOCK_D, MOST_SPLITS
         )
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=member < GROUP, other=0.0).to(tl.float32)
