@@ -276,9 +276,8 @@ def cut_cells_kernel(
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if OVERLAP:
         gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; griddepcontrol.wait; // $0", "=r", [],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     job = gl.program_id(0) // members
     member = gl.program_id(0) % members
     request = job // NUM_KV_HEADS
@@ -300,6 +299,11 @@ def cut_cells_kernel(
     active = gl.cdiv(last - SINKS, SEGMENTS)
     if member >= active:
         return
+    if OVERLAP:  # not before: attention that finds nothing chosen is slower where it starts early
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     counter = counter_ptr + job
     # config.first_key: the octave of a share of the cells that are chosen for each row
     share = gl.maximum(COUNT // (num_tokens * GROUP), 1).to(gl.float32)
