@@ -12,6 +12,7 @@ import pytest
 import torch
 from hardware import simulated
 from problems import Problem, make_problem
+from torch import nn
 
 from sparsek_kernels.paged import Chosen, SelectionPolicy, merge_shards
 from sparsek_kernels.paged.attend import attend, cpu, cpu_shards
@@ -252,6 +253,36 @@ def test_ranks_attend_together_what_one_does(name: str, path: str) -> None:
     outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
     merged = merge_shards(outs, lses, sinks.to(device))
     assert (merged.double().cpu() - case.wanted).abs().max() <= 3e-5
+
+
+def test_rows_that_begin_anywhere() -> None:
+    """Rows whose beginnings 32 bits do not tell are found by 64."""
+    case = make_case(MIXED, PAIRS, group=4, device="cuda" if ON_GPU else "cpu")
+    segment, outs = Segment(case.problem.batch, PAIRS), []
+    operands = case.problem.operands(torch.empty_like(case.problem.q))
+    odd = [nn.functional.pad(x, (0, 3))[..., :-3] for x in (operands.k_cache, operands.v_cache)]
+    for caches in ((operands.k_cache, operands.v_cache), odd):
+        out = torch.full_like(operands.q, float("nan"))
+        mine = replace(operands, out=out, k_cache=caches[0], v_cache=caches[1])
+        attend_launch.attend_segment(mine, segment, case.chosen)
+        outs.append(out)
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pages", "unit"),
+    [
+        (torch.bfloat16, (1 << 20) - 1, 8),
+        (torch.bfloat16, 1 << 20, 1),
+        (torch.float32, (1 << 19) - 1, 4),
+        (torch.float8_e4m3fn, (1 << 21) - 1, 16),
+    ],
+)
+def test_32_bits_tell_where_rows_begin_in_caches_up_to_32_gib(
+    dtype: torch.dtype, pages: int, unit: int
+) -> None:
+    cache = torch.empty(pages, 1, 64, 256, dtype=dtype, device="meta")
+    assert attend_launch.unit_of(cache[..., :128], cache[..., 128:]) == unit
 
 
 def test_what_is_refused() -> None:

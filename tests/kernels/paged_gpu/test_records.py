@@ -199,17 +199,26 @@ def test_kernels_read_what_torch_reads() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
-def test_graph_replay_with_other_slots() -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_graph_replay_with_other_slots(together: bool) -> None:
     lengths = [4097, 3000, 130, 64]
     pages = make_pages(lengths, heads=8, dim=128, device=DEVICE)
     pages.step([0] * 4, lengths, write_records)
     check_bytes(pages, lengths)
     slots = torch.full((4,), -1, device=DEVICE)
-    call = (pages.k_cache, pages.k_summary, slots)
-    write_records(*call)
+    key, value = pages.k_cache.new_zeros(4, 8, 128), torch.zeros_like(pages.k_cache)
+
+    def call() -> None:
+        if together:
+            kept = (pages.k_cache, value, pages.k_summary)
+            write_launch.write_kv(key, key, *kept, slots)
+        else:
+            write_records(pages.k_cache, pages.k_summary, slots)
+
+    call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        write_records(*call)
+        call()
     for others in ([4096, 2944, 128, 64], [64, 1, 0, 63], [4095, 2945, 65, 64]):
         pages.k_summary.fill_(UNWRITTEN)
         for request, length in enumerate(others):
@@ -217,6 +226,7 @@ def test_graph_replay_with_other_slots() -> None:
             if length:
                 page, row = pages.slots(request, length - 1, length)
                 slots[request] = page[0] * 64 + row[0]
+                key[request] = pages.k_cache[page[0], :, row[0]]
         graph.replay()
         whole = pages.expected(others)
         for request, length in enumerate(others):

@@ -138,6 +138,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             HAS_SINKS=operands.sinks is not None,
             SHARDED=operands.lse is not None,
             JOINED=k_cache.stride() == v_cache.stride(),
+            UNIT=unit_of(k_cache, v_cache),
         ),
         TILING=Tiling(
             QUERIES=config.queries,
@@ -154,3 +155,11 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         # that chooses, which has waited for the keys: the one before may be writing them.
         **overlap_options(q.device, segment.chooses(page_size)),
     )
+
+
+def unit_of(*caches: torch.Tensor) -> int:
+    """Elements of 16 bytes, if all rows begin at multiples of them that 32 bits count; else 1."""
+    unit = 16 // caches[0].element_size()
+    strides = [stride for cache in caches for stride in cache.stride()[:-1]]
+    largest = max(cache.shape[0] * cache.stride(0) for cache in caches)
+    return unit if all(x % unit == 0 for x in strides) and largest < unit << 31 else 1

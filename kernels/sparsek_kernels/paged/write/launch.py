@@ -37,7 +37,8 @@ def write_kv(
     block_d = next_power_of_2(dim)
     together = k_summary is not None and tokens <= TOGETHER
     block_h = 1 if together else max(1, min(next_power_of_2(heads), 256 // block_d))
-    records, strides = k_cache, (0, 0, 0)
+    records: torch.Tensor = k_cache
+    strides: tuple[int, ...] = (0, 0, 0)
     if together and k_summary is not None:
         records = view_records(k_summary, page_size, dim)
         strides = records.stride()[:3]

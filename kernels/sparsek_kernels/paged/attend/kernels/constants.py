@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     HAS_SINKS: bool
     SHARDED: bool
     JOINED: bool  # whether K and V have the same strides
+    UNIT: int  # elements in which 32 bits say where a row of K or V begins; 1 in 64 bits
 
 
 class Tiling(NamedTuple):

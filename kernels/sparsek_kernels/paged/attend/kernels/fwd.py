@@ -191,11 +191,9 @@ def attend_kernel(
             acc, row_max, row_sum, q, position, k_head, v_head, table, selected,
             (split * forced_each, tl.minimum((split + 1) * forced_each, num_forced)),
             (split * cells_each, tl.minimum((split + 1) * cells_each, num_cells)),
-            num_front, first_local, high, qk_scale,
-            stride_kp, stride_kt,
-            stride_kp if JOINED else stride_vp, stride_kt if JOINED else stride_vt,
+            num_front, first_local, high, qk_scale, k_strides, k_strides if JOINED else v_strides,
             HEAD_DIM, BLOCK_D, BLOCK_N, SEL_BLOCK, SCORED_BLOCKS * SEL_BLOCK, PAGE_SIZE, SHARDED,
-            NUM_STAGES, OVERLAP,
+            JOINED, SHAPE.UNIT, QUERIES, NUM_STAGES, OVERLAP,
         )  # fmt: skip
     elif MODE != SINK_WINDOW:
         acc, row_max, row_sum = attend_pieces(
