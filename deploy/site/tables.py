@@ -215,49 +215,6 @@ def shares(*budgets: str) -> str:
     return _table(("budget", "tokens", *map(_tokens, lengths)), rows)
 
 
-def headline(default: str, fewer: str, *evaluations: str) -> str:
-    """Return the few figures of the README: attention's speed, and the answers that it keeps.
-
-    Args:
-        default: times of the default budget.
-        fewer: times of 64 blocks, for prompts and for decoded tokens.
-        evaluations: file, label and words for it, such as ``quality.json;block_topk:64;64+blocks``.
-    """
-    files = [_times(name) for name in (default, fewer)]
-    lines = []
-    for op, spec, words in (
-        ("paged_decode", "32q1s64k", "decode, 32 requests at 64k"),
-        ("paged_decode", "4q1s128k", "decode, 4 requests at 128k"),
-        ("paged_decode", "1q1s128k", "decode, 1 request at 128k"),
-        ("paged_decode", "32q1s16k", "decode, 32 requests at 16k"),
-        ("paged_prefill", "q128k", "prefill of 128k"),
-        ("paged_prefill", "q32k", "prefill of 32k"),
-    ):
-        theirs = [times[op, spec, "fa3"] for times in files if (op, spec, "fa3") in times]
-        cells = [words, _duration(theirs[0])]
-        for times in files:
-            ours = times.get((op, spec, OURS))
-            if ours is None:
-                cells += ["not measured", ""]
-            else:
-                cells += [_duration(ours), _ratio(times[op, spec, "fa3"], ours, False)]
-        lines.append(cells)
-    head = ("attention, one H200", "FlashAttention-3", "0.2.0", "", "64 blocks", "")
-    speed = _table(head, lines)
-    kept = []
-    for evaluation in evaluations:
-        file, label, words = evaluation.split(";")
-        found = json.loads((RESULTS / file).read_text(encoding="utf-8"))["retrieval"]
-        means = [row for row in found if row["task"] == "mean" and row["label"] == label]
-        answers = {row["variant"]: f"{row['of_reference']:.0%}" for row in means}
-        name = f"prompts of {_tokens(means[0]['length'])}, {words.replace('+', ' ')}"
-        attended = (f"{means[0][key]:.0%}" for key in ("prefill_share", "decode_share"))
-        kept.append((name, *attended, answers["plain"], answers["followed"]))
-    head = ("answers kept, 0.5B model", "attended by the prompt", "by a decoded token")
-    asked = ("question last", "question 600 tokens before the end")
-    return f"{speed}\n\n{_table((*head, *asked), kept)}"
-
-
 def by_records(file: str) -> str:
     """Return the times of ``benchmarks/decode_by_records.py``: a line for each case."""
     rows = _rows(file)
@@ -315,20 +272,10 @@ TABLES: dict[str, Callable[..., str]] = {
         load,
         quality,
         shares,
-        headline,
         by_records,
         unions,
     )
 }
-
-
-def _times(file: str) -> dict[tuple[str, str, str], float]:
-    """Milliseconds by op, batch and provider, of those that were timed."""
-    return {
-        (row["op"], row["spec"], row["provider"]): _milliseconds(row)
-        for row in _rows(file)
-        if row["op"] in ("paged_decode", "paged_prefill") and row["ms"]
-    }
 
 
 def _rows(file: str) -> list[dict[str, str]]:

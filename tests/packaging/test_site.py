@@ -1,4 +1,4 @@
-"""The documentation site, as far as it shows without a build: tables, figure, pages, notebooks."""
+"""The documentation site, as far as it shows without a build: tables, pages, notebooks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,6 @@ def test_tables_are_of_the_committed_results_and_settings(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert TABLES["fill"](text) == text, "stale: run python deploy/site/tables.py"
     assert text.count("<!-- table: ") == text.count("<!-- end of table -->")
-
-
-def test_the_figure_is_of_the_committed_results() -> None:
-    figure = runpy.run_path(str(ROOT / "benchmarks" / "speed_and_quality.py"))
-    assert figure["digest"]().encode() in figure["FIGURE"].read_bytes(), (
-        "stale: run python benchmarks/speed_and_quality.py"
-    )
 
 
 def test_a_table_is_made_where_none_was() -> None:

@@ -57,9 +57,9 @@ def attend_sample(
 ):  # fmt: skip
     """Running softmax over runs of keys, then over a sample, which is waited for with ``OVERLAP``.
 
-    One loop does both: a server's other kernels have pushed the code out of the caches by the time
-    it runs, so that the second time it is there.  Keys and their pages are looked up one iteration
-    ahead, so that no load of K and V waits for another load.
+    One loop does both: a server's other kernels push its code out of the caches, and the second
+    time it is there.  Keys and their pages are looked up one iteration ahead, so that no load of K
+    and V waits for another load.
 
     forced, cells: first piece and end, of the runs and of the sample.
     """
