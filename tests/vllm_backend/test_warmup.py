@@ -250,6 +250,27 @@ def test_a_rank_that_attends_for_others_prepares_for_all_of_their_heads(
     assert set(seen) == {(2 * layer.impl.num_heads, 2 * layer.impl.num_heads)}
 
 
+def test_the_rows_of_every_step_are_written_nowhere(
+    current: Any, attended: list[tuple[SelectionPolicy, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer()
+    _, spec = make_builder(layer, current)
+    written = []
+
+    def write_kv(key: torch.Tensor, value: torch.Tensor, *rest: Any, **_: Any) -> None:
+        k_cache, _, k_summary, slots = rest
+        assert key.shape == value.shape == (len(slots), *k_cache.shape[1::2])
+        assert k_summary is not None
+        assert (slots == -1).all()
+        written.append(len(slots))
+
+    monkeypatch.setattr(impl_module, "write_kv", write_kv)
+    warm_up([layer], spec, current, torch.device("cpu"))
+    assert {1, 5} < set(written)  # decodes, as many as there are
+    assert max(written) > 256  # rows and records in two launches
+    assert set(written) >= {tokens for *_, tokens in attended if tokens <= 5}
+
+
 def test_pages_are_laid_out_as_the_engines(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer()
     _, spec = make_builder(layer, current)

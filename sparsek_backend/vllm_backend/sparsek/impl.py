@@ -147,7 +147,9 @@ class SparseKImpl(AttentionImpl):
     def dummy_run(
         self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch, policy: StepPolicy
     ) -> None:
-        """Attend a made-up step of zeros, so that its kernels are compiled; counts nothing.
+        """Write and attend a made-up step of zeros, so that its kernels are compiled.
+
+        It counts nothing, and no slot is written.
 
         Args:
             layer: the layer, which has the scales of an fp8 cache.
@@ -159,6 +161,10 @@ class SparseKImpl(AttentionImpl):
         operands = self._operands(layer, query, self._pages.view(kv_cache), torch.empty_like(query))
         if self.sinks is not None:
             operands = replace(operands, sinks=self.sinks.repeat(ranks))
+        if self.kv_sharing_target_layer_name is None:
+            key, value = query.new_zeros(2, shape[0], self.num_kv_heads, self.head_size)
+            slots = torch.full(shape[:1], -1, device=kv_cache.device)
+            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
         self._write_index(operands, batch)
         for mine, segment in each_segment(operands, self._segments(operands, batch, policy)):
             if self.flash is None or not self.flash.serves(segment):
