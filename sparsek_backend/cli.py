@@ -16,12 +16,15 @@ from sparsek_backend import __version__
 app = typer.Typer(
     name="sparsek",
     help="Sparse attention for long-context serving and training.",
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-model_app = typer.Typer(help="The small model for trying things out.", no_args_is_help=True)
+model_app = typer.Typer(
+    help="The small model for trying things out.", rich_markup_mode=None, no_args_is_help=True
+)
 app.add_typer(model_app, name="model")
 
 _PASS_THROUGH = {
@@ -48,12 +51,17 @@ def _root(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON list of what was found.")
+    ] = False,
+) -> None:
     """Say whether serving would work here, on which kernels, and what to run if not."""
-    from sparsek_backend.doctor import examine, print_report
+    from sparsek_backend.doctor import examine, print_json, print_report
 
     typer.echo("looking at this machine: importing torch and vLLM may take a minute", err=True)
-    raise typer.Exit(print_report(examine()))
+    raise typer.Exit((print_json if as_json else print_report)(examine()))
 
 
 @model_app.command("fetch")

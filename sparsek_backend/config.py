@@ -47,6 +47,7 @@ Mode = Annotated[str, AfterValidator(_known_mode)]
 Phase = Literal["both", "prefill", "decode"]
 
 SECTION = "sparsek"
+SECTION_OF_FLAG = f"{FLAG} '{{\"{SECTION}\": ...}}'"
 ENV_PREFIX = "SPARSEK_"
 DEFAULTS = "defaults"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
@@ -226,6 +227,7 @@ def resolve_config(
     model_nsa: object = None,
     batch_invariant: bool = False,
     model_folder: str | None = None,
+    source: str = SECTION_OF_FLAG,
 ) -> ResolvedConfig:
     """Merge the sources, field by field.
 
@@ -237,6 +239,7 @@ def resolve_config(
         model_nsa: the ``nsa`` section of the model's config, or ``None``.
         batch_invariant: whether ``VLLM_BATCH_INVARIANT`` is set.
         model_folder: where gates are that no setting names.
+        source: what errors call the place of ``additional``.
 
     Returns:
         The merged settings and where each came from.
@@ -246,13 +249,13 @@ def resolve_config(
     """
     values: dict[str, Any] = {}
     sources = dict.fromkeys(FIELD_NAMES, DEFAULTS)
-    for source, found in (
+    for place, found in (
         *_environment_settings(environ).items(),
-        *_section_settings(additional).items(),
+        *_section_settings(additional, source).items(),
     ):
         for name, value in found.items():
             values[name] = value
-            sources[name] = source
+            sources[name] = place
     mode = values.get("mode", "auto")
     nsa = read_nsa(mode, sources["mode"], model_nsa)
     if nsa is not None:
@@ -359,8 +362,8 @@ def _plain(name: str) -> str:
     return name.strip().lower().replace("_", "").replace("-", "")
 
 
-def _section_settings(section: object) -> dict[str, dict[str, Any]]:
-    """Return the flag's settings, each under a phrase for its source."""
+def _section_settings(section: object, source: str) -> dict[str, dict[str, Any]]:
+    """Return the flag's settings under the phrase for their source."""
     if section is None:
         return {}
     if not isinstance(section, Mapping):
@@ -368,7 +371,6 @@ def _section_settings(section: object) -> dict[str, dict[str, Any]]:
             f"SPARSEK setting {FLAG} {SECTION!r}: expected an object such as "
             f'{{"{SECTION}": {{"top_k": 16}}}}, got {type(section).__name__}'
         )
-    source = f"{FLAG} '{{\"{SECTION}\": ...}}'"
     for name in section:
         if name not in FIELD_NAMES:
             raise ConfigError(_unknown(str(name), source, FIELD_NAMES))

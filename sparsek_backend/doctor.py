@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -89,6 +90,12 @@ def print_report(findings: Sequence[Finding]) -> int:
         return 1
     console.print(f"Serving works: vllm serve MODEL --attention-backend {BACKEND_NAME}")
     return 0
+
+
+def print_json(findings: Sequence[Finding]) -> int:
+    """Print the findings as a JSON list; return the exit status of :func:`print_report`."""
+    print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    return int(any(finding.status == "problem" for finding in findings))
 
 
 def check_python() -> Iterator[Finding]:

@@ -45,6 +45,7 @@ from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 app = typer.Typer(
     help="Benchmarks: kernels, serving, comparisons.",
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -157,7 +158,7 @@ class BackendOptions:
             ) from error
         if not isinstance(settings, dict):
             raise ValueError(f"sparsek: expected a JSON object, got {self.sparsek!r}")
-        resolve_config(settings, {})
+        resolve_config(settings, {}, source="--sparsek")
         return {"model": self.model, "settings": settings, "baseline": self.baseline}
 
 

@@ -83,7 +83,7 @@ def parse_budget(text: str) -> Budget:
         except json.JSONDecodeError:
             settings[name] = value
     try:
-        resolve_config(settings, {})
+        resolve_config(settings, {}, source="the budget")
     except ValueError as error:
         raise ValueError(f"budget {text!r}: {error}") from error
     return Budget(text.strip(), settings)

@@ -25,6 +25,7 @@ from sparsek_backend.train_demo.task import SHORTEST, VALUES
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
 
 app = typer.Typer(
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},

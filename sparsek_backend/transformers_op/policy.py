@@ -108,7 +108,7 @@ def text_config(config: Any) -> Any:
 
 def _resolve(settings: Mapping[str, Any] | None, config: Any) -> SparsityConfig:
     own = getattr(config, "sparse_config", None)
-    resolved = resolve_config(settings or None, os.environ, own)
+    resolved = resolve_config(settings or None, os.environ, own, source="configure()")
     for name, value in _SERVED_BY_VLLM:
         if getattr(resolved.config, name) == value:
             raise ConfigError(

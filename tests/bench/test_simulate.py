@@ -572,7 +572,7 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("chosen", ["decode", "prompts", "budgets"])
+@pytest.mark.parametrize("chosen", ["decode", "budgets"])
 def test_the_tables_of_the_docs_are_of_the_committed_files(chosen: str) -> None:
     page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
     head = results.table(DOCUMENTS, chosen, ["dense"]).partition("\n")[0] + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -226,6 +227,20 @@ def test_the_exit_status_says_whether_serving_would_work(
     assert "Serving would not work: vLLM" in output
     assert "vLLM: pip install 'sparsek-backend[vllm]'" in output
     assert "xformers: pip install 'sparsek-backend[xformers]'" in output
+
+
+def test_json_has_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    gap = Finding("xformers", "note", "not installed", "pip install xformers")
+    assert doctor.print_json([gap]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "subject": "xformers",
+            "status": "note",
+            "detail": "not installed",
+            "remedy": "pip install xformers",
+        }
+    ]
+    assert doctor.print_json([gap, Finding("vLLM", "problem", "not installed")]) == 1
 
 
 def test_ranges_are_those_of_the_package_and_the_pages() -> None:

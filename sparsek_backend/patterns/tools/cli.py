@@ -26,6 +26,7 @@ from sparsek_backend.patterns.training.pruning import Pruning
 
 app = typer.Typer(
     help="Block-sparse patterns: learn, show, measure, convert.",
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
