@@ -62,7 +62,7 @@ RULES |= dict.fromkeys(
     SelectionPolicy(num_sink=64, window_size=64, top_k=3).by_records(64),
 )
 RULES["two steps"] = replace(RULES["infllm"], query_tile=64)
-RULES["two steps on Hopper"] = SelectionPolicy(num_sink=64, window_size=64, top_k=1, query_tile=64)
+RULES["two steps on Hopper"] = SelectionPolicy(num_sink=64, window_size=64, top_k=3, query_tile=64)
 GPU = {"records by matrix units", "two steps on Hopper"}
 
 
