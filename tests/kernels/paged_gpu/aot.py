@@ -409,7 +409,8 @@ def choice_launches(
         shared = dataclasses.replace(operands, ranks=OneRank())
         call_shared = functools.partial(choose_launch.select, shared, call.args[1])
         seen += [one for one in record(call_shared, arch, 132) if "SHARDED" in one.kwargs]
-        at_once = record(call, arch, 132)
+        with mock.patch.object(choose_launch, "uses_matrix_units", return_value=True):
+            at_once = record(call, arch, 132)
         seen += [
             launched
             for launched in at_once

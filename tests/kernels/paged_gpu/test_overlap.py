@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from hardware import simulated
 from oracle_check import fill
 from problems import attend_phases, make_problem
+from triton import knobs
 
 from sparsek_kernels.paged import SelectionPolicy, paged_attention, scratch
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.config import overlaps
+from sparsek_kernels.paged.index.launch import new_selection
+from sparsek_kernels.paged.index.page_records import launch as records_launch
+from sparsek_kernels.paged.index.page_records.config import uses_matrix_units
+from sparsek_kernels.paged.plan import Segment
 
 RULE = SelectionPolicy(num_sink=64, window_size=128, top_k=8, sel_block_size=64, query_tile=64)
 
@@ -34,8 +40,23 @@ def test_only_what_follows_a_choice_reads_keys_early(
     assert allowed == [chooses, chooses]
 
 
-def test_kernels_start_early_where_that_has_been_run() -> None:
-    assert [arch for arch in (75, 80, 86, 89, 90, 100, 103, 120) if overlaps(arch)] == [90]
+def test_later_gpus_take_nothing_that_is_compiled_for_them_but_has_not_run() -> None:
+    archs = (75, 80, 86, 89, 90, 100, 103, 120)
+    assert [arch for arch in archs if overlaps(arch)] == [90]
+    assert [arch for arch in archs if uses_matrix_units(arch)] == [80, 86, 89, 90]
+
+
+@pytest.mark.parametrize(("arch", "fits"), [(80, True), (90, True), (100, False)])
+def test_products_of_bytes_are_of_gpus_that_have_them(
+    arch: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape: dict[str, Any] = {"dim": 64, "dtype": torch.bfloat16}
+    problem = make_problem([(1, 3000)] * 2, num_decodes=2, page_size=64, **shape)
+    segment = Segment(problem.batch, RULE.by_records(64))
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with simulated(arch, 132):
+        call, _ = new_selection(problem.operands(problem.q), segment)
+        assert records_launch._fits(call, 64) is fits
 
 
 @dataclass

@@ -352,8 +352,8 @@ def listed_masses_sm90_kernel(
                 (
                     k_desc, k_smem, bars, block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, stride_br,
-                    k_page_rows, k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
+                    k_page_rows, k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
+                    LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
                     STAGES, 0,
                 ),
             ),
@@ -362,8 +362,8 @@ def listed_masses_sm90_kernel(
                 (
                     k_desc, k_smem, bars, block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, stride_br,
-                    k_page_rows, k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
+                    k_page_rows, k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
+                    LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
                     STAGES, 1,
                 ),
             ),
