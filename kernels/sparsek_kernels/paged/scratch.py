@@ -53,6 +53,9 @@ def workspace(device: torch.device, name: str, numel: int, dtype: torch.dtype) -
     Sizes are rounded up to powers of two and never freed, so that captured graphs keep valid
     addresses.  A first use under capture belongs to that graph alone.  Streams take turns
     (:func:`take_turns`); threads must not call at the same time.
+
+    Tickets are zero between kernels: who draws the last one clears it.  A kernel that is aborted
+    leaves others, which nobody meets: CUDA launches nothing more in a process whose kernel failed.
     """
     if device.type == "cuda":
         take_turns(device.index)

@@ -15,7 +15,8 @@ from triton import knobs
 
 from sparsek_kernels.paged import SelectionPolicy, paged_attention, scratch
 from sparsek_kernels.paged.attend import launch as attend_launch
-from sparsek_kernels.paged.config import overlaps
+from sparsek_kernels.paged.attend.config import decode_config
+from sparsek_kernels.paged.config import TileConfig, overlaps
 from sparsek_kernels.paged.index.launch import new_selection
 from sparsek_kernels.paged.index.page_records import launch as records_launch
 from sparsek_kernels.paged.index.page_records.config import uses_matrix_units
@@ -82,6 +83,34 @@ def test_streams_take_turns_at_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     now[:] = streams[1], True  # a captured call waits for nothing that is not captured
     scratch.take_turns(0)
     assert streams[1].waited == [1]
+
+
+def test_programs_that_share_a_tile_leave_its_ticket_at_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tickets: list[torch.Tensor] = []
+
+    def workspace(device: torch.device, name: str, *size: Any) -> torch.Tensor:
+        found = scratch.workspace(device, name, *size)
+        tickets.extend([found] * (name == "tickets"))
+        return found
+
+    configs: list[int] = []
+
+    def config(**shape: Any) -> TileConfig:
+        found = decode_config(**shape)
+        configs.append(found.splits)
+        return found
+
+    monkeypatch.setattr(attend_launch, "workspace", workspace)
+    monkeypatch.setattr(attend_launch, "decode_config", config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    problem = make_problem([(1, 3000)] * 2, num_decodes=2, page_size=64, device=device)
+    fill(problem)
+    attend_phases(problem.operands(torch.empty_like(problem.q)), problem.batch, SelectionPolicy())
+    assert configs[0] > 1
+    assert tickets
+    assert not any(space.any() for space in tickets)
 
 
 @pytest.mark.gpu
