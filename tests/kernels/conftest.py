@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def cleared_tickets() -> Iterator[None]:
-    """After each test the tickets of programs that shared work are as the next kernel needs them."""
+    """After each test the tickets of programs that shared work are what the next kernel needs."""
     yield
     for (_, name, _), space in scratch._workspaces.items():
         if name.endswith("tickets"):
