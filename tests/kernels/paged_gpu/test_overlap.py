@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from aot import KERNELS, learned_launches, record
 from hardware import simulated
 from oracle_check import fill
 from problems import attend_phases, make_problem
@@ -21,7 +23,10 @@ from sparsek_kernels.paged.index.launch import new_selection
 from sparsek_kernels.paged.index.page_records import launch as records_launch
 from sparsek_kernels.paged.index.page_records.config import uses_matrix_units
 from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import StepPolicy
 
+LAST = {"cut_cells_kernel", "list_cells_kernel", "rank_blocks_kernel", "top_blocks_kernel"}
+"""Kernels that choose: they and those before them have waited for the keys."""
 RULE = SelectionPolicy(num_sink=64, window_size=128, top_k=8, sel_block_size=64, query_tile=64)
 
 
@@ -39,6 +44,36 @@ def test_only_what_follows_a_choice_reads_keys_early(
     problem = make_problem([(1, length), (70, length)], num_decodes=1, page_size=64)
     attend_phases(problem.operands(torch.empty_like(problem.q)), problem.batch, RULE)
     assert allowed == [chooses, chooses]
+
+
+@pytest.fixture
+def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches on a CPU ask for the overlap that they would ask for on a GPU."""
+    for module in set(KERNELS.values()):
+        if hasattr(module, "overlap_options"):
+            options = lambda _device, allowed=True: {"OVERLAP": allowed}  # noqa: E731
+            monkeypatch.setattr(module, "overlap_options", options)
+
+
+@pytest.mark.usefixtures("overlapping")
+@pytest.mark.parametrize("rule", ["two steps and records", "infllm", "seer"])
+def test_attention_that_starts_early_follows_a_kernel_that_has_waited(rule: str) -> None:
+    if rule in ("infllm", "seer"):
+        seen = learned_launches(rule, 90, torch.bfloat16, 128, 4)
+    else:
+        problem = make_problem([(1, 3000), (70, 3000)], num_decodes=1, page_size=64)
+        operands = problem.operands(torch.empty_like(problem.q))
+        policy = StepPolicy(RULE, RULE.by_records(64))
+        seen = record(partial(attend_phases, operands, problem.batch, policy), 90, 132)
+    early = [
+        place
+        for place, one in enumerate(seen)
+        if one.name == "attend_kernel" and one.kwargs["OVERLAP"]
+    ]
+    assert early
+    for place in early:
+        assert place > 0
+        assert seen[place - 1].name in LAST
 
 
 def test_later_gpus_take_nothing_that_is_compiled_for_them_but_has_not_run() -> None:
