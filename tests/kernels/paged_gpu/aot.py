@@ -109,7 +109,10 @@ class Recorded:
 
 
 def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Recorded]:
-    """Run a launcher with its kernels replaced by recorders."""
+    """Run a launcher with its kernels replaced by recorders.
+
+    Kernels of matrix units are recorded for later GPUs too, where they are compiled but do not run.
+    """
     seen: list[Recorded] = []
     saved = {name: getattr(module, name) for name, module in KERNELS.items()}
 
@@ -126,7 +129,8 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
     try:
         for name, module in KERNELS.items():
             setattr(module, name, Spy(name))
-        with simulated(arch, num_sms):
+        units = mock.patch.object(choose_launch, "uses_matrix_units", return_value=True)
+        with simulated(arch, num_sms), units:
             action()
     finally:
         for name, kernel in saved.items():
@@ -409,8 +413,7 @@ def choice_launches(
         shared = dataclasses.replace(operands, ranks=OneRank())
         call_shared = functools.partial(choose_launch.select, shared, call.args[1])
         seen += [one for one in record(call_shared, arch, 132) if "SHARDED" in one.kwargs]
-        with mock.patch.object(choose_launch, "uses_matrix_units", return_value=True):
-            at_once = record(call, arch, 132)
+        at_once = record(call, arch, 132)
         seen += [
             launched
             for launched in at_once

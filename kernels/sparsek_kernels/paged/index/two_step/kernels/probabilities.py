@@ -335,9 +335,9 @@ def rank_blocks_kernel(
     candidates = candidates_ptr + place * LISTED_BLOCKS
     listed = num_listed(first_local, width, SINK_BLOCKS, LISTED_BLOCKS)
     if listed <= SCORED_BLOCKS:  # all of them, since rows of scores end before the window does
-        place = tl.arange(0, WIDTH)
-        block = tl.load(candidates + place, mask=place < listed, other=0)
-        tl.store(out + place, block, mask=place < SCORED_BLOCKS)
+        each = tl.arange(0, WIDTH)
+        all_of_them = tl.load(candidates + each, mask=each < listed, other=0)
+        tl.store(out + each, all_of_them, mask=each < SCORED_BLOCKS)
         return
     list_end = FORCED_BLOCKS + listed
     offs = tl.arange(0, BLOCK)
