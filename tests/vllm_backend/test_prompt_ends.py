@@ -94,6 +94,14 @@ def test_a_prompt_may_end_in_a_step_of_decodes(captured: bool, current: Any) -> 
     assert mixed.batch.prompt_left_host == (0, 0)
 
 
+def test_decodes_over_the_pages_of_several_ranks_end_no_prompt() -> None:
+    from sparsek_backend.vllm_backend.step import build_batch
+
+    step, lengths = make_step([400, 300], [1, 60], 64), np.array([400, 300])
+    found = [build_batch(step, 1, True, ranks, prompt_lengths=lengths) for ranks in (False, True)]
+    assert [one.paged.prompt_left_host for one in found] == [(0, 0), (-400, 0)]
+
+
 def test_graphs_of_decodes_may_hold_their_steps(current: Any) -> None:
     from vllm.config import CUDAGraphMode
 
