@@ -40,7 +40,7 @@ def attended_by_requests(
         seq_lens: ``[R]`` keys of each request, its new tokens included.
         query_lens: ``[R]`` new tokens of each request.
         num_decodes: requests at the front that decode.
-        prompt_left: :attr:`PagedBatch.prompt_left_host`.
+        prompt_left: :attr:`PagedBatch.prompt_left_host`.  Decodes at the end of a prompt count too.
     """
     cut, prefill = num_decodes, policy.prefill
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
@@ -53,6 +53,11 @@ def attended_by_requests(
         begin, end = prefill.last_rows(query_lens[cut:], left[cut:])
         last = query_positions((seq_lens - query_lens)[cut:] + end, end - begin)
         total += (last + 1 - prefill.attended_tokens(last)).sum()
+        if prompt_left is not None:
+            begin, end = prefill.last_rows(query_lens[:cut], left[:cut])
+            last = query_positions((seq_lens - query_lens)[:cut] + end, end - begin)
+            first = np.repeat((seq_lens - query_lens)[:cut], end - begin)
+            total += (last + 1 - policy.decode.attended_tokens(last, first)).sum()
     found: int = total.item()
     return found
 

@@ -50,6 +50,7 @@ def build_batch(
     gathers_prefills: bool = False,
     rotation: torch.Tensor | None = None,
     prompt_lengths: Any = None,
+    captured_decodes: bool = False,
 ) -> Batch:
     """Translate vLLM's ``CommonAttentionMetadata``.
 
@@ -61,6 +62,8 @@ def build_batch(
         rotation: :attr:`PagedBatch.rotation`.
         prompt_lengths: of the requests, on the host, where they are known; made-up requests at the
             end may have none.
+        captured_decodes: whether a CUDA graph may hold a step of decodes.  Its launches are those
+            of decodes, so a prompt's last tokens are no exception there.
     """
     num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
         common, decode_threshold=decode_query_len
@@ -69,10 +72,12 @@ def build_batch(
     found, exact = compat.host_seq_lens(common, on_host, gathers_prefills and num_prefills > 0)
     lens = found[: common.num_reqs].numpy().astype(np.int64)
     left = None
-    if prompt_lengths is not None and num_prefills and exact:
+    if prompt_lengths is not None and exact and (num_prefills or not captured_decodes):
         own = np.asarray(prompt_lengths, dtype=np.int64)[: common.num_reqs]
         left = -lens
         left[: len(own)] += own
+        if gathers_prefills:  # then decodes have kernels that know no ends
+            left[:num_decodes] = -lens[:num_decodes]
     paged = PagedBatch(
         block_table=common.block_table_tensor,
         seq_lens=common.seq_lens,

@@ -53,7 +53,8 @@ def test_batches(
         rule = step.decode if index < decodes else step.prefill
         prompt = before + new + (left if known else 0)
         for position in range(before, before + new):
-            last = prompt - rule.dense_last <= position < prompt
+            last = prompt - policy.dense_last <= position < prompt
+            last &= known or index >= decodes
             first = before if index < decodes else None  # of what decoded tokens share
             expected += position + 1 if last else rule.attended_tokens(position, first)
     assert attended_by_requests(step, seq_lens, query_lens, decodes, prompt_left) == expected

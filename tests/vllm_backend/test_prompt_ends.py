@@ -72,8 +72,50 @@ def test_steps_count_from_the_ends_of_their_prompts(current: Any, warnings: list
     assert metadata.attended_tokens == expected
     builder.engine.prompt_lengths = ()  # requests that vLLM makes up have no prompts
     assert builder.build(0, step).batch.prompt_left_host == (-300, -400, -600, -290)
-    assert builder.build(0, make_step([300], [1], 8)).batch.prompt_left_host is None
     assert warnings == []
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_prompt_may_end_in_a_step_of_decodes(captured: bool, current: Any) -> None:
+    """But where a CUDA graph may hold the step, and with it its launches."""
+    builder, _ = make_builder(make_layer(), current)
+    assert not builder.captured_decodes
+    builder.captured_decodes = captured
+    builder.engine.prompt_lengths = np.array([250, 400])
+    metadata = builder.build(0, make_step([300, 400], [1, 1], 64))
+    assert metadata.batch.num_decodes == 2
+    assert metadata.batch.prompt_left_host == (None if captured else (-50, 0))
+    rule = builder.policies.copy().popitem()[0]
+    decoded = [rule.decode.attended_tokens(position) for position in (299, 399)]
+    assert decoded[1] < 400
+    assert metadata.attended_tokens == (sum(decoded) if captured else decoded[0] + 400)
+    builder.engine.prompt_lengths = np.array([400, 300])
+    mixed = builder.build(0, make_step([400, 300], [1, 60], 64))
+    assert mixed.batch.prompt_left_host == (0, 0)
+
+
+def test_decodes_over_the_pages_of_several_ranks_end_no_prompt() -> None:
+    from sparsek_backend.vllm_backend.step import build_batch
+
+    step, lengths = make_step([400, 300], [1, 60], 64), np.array([400, 300])
+    found = [build_batch(step, 1, True, ranks, prompt_lengths=lengths) for ranks in (False, True)]
+    assert [one.paged.prompt_left_host for one in found] == [(0, 0), (-400, 0)]
+
+
+def test_graphs_of_decodes_may_hold_their_steps(current: Any) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from sparsek_backend.vllm_backend.sparsek.metadata import may_capture_decodes
+
+    for mode, device, captured in (
+        ("FULL_AND_PIECEWISE", "cuda", True),
+        ("FULL_DECODE_ONLY", "cuda", True),
+        ("PIECEWISE", "cuda", False),
+        ("NONE", "cuda", False),
+        ("FULL_AND_PIECEWISE", "cpu", False),
+    ):
+        current.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+        assert may_capture_decodes(current, torch.device(device)) == captured
 
 
 @pytest.mark.parametrize("splits", [True, False], ids=["micro-batches", "unknown"])
@@ -281,6 +323,25 @@ def test_chunks_are_answered_as_whole_prompts(
         cut, _ = attended(llm, prompts)
     assert tokens(cut) == tokens(whole)
     torch.testing.assert_close(likelihoods(cut), likelihoods(whole), atol=1e-4, rtol=0)
+
+
+@requires_cpu_vllm
+@pytest.mark.engine
+def test_a_prompt_whose_last_token_comes_alone_is_answered_as_whole(
+    llm: Any, prompts: list[list[int]], prefills: list[tuple[int, int, int]]
+) -> None:
+    """A step of that token is one of decodes, to vLLM."""
+    some = [prompts[0][:641]]
+    assert llm.reset_prefix_cache()
+    whole, keys = attended(llm, some)
+    prefills.clear()
+    assert llm.reset_prefix_cache()
+    with chunks_of(llm, 128):
+        cut, again = attended(llm, some)
+    assert [new for _, new, _ in prefills] == [128] * 5
+    assert tokens(cut) == tokens(whole)
+    torch.testing.assert_close(likelihoods(cut), likelihoods(whole), atol=1e-4, rtol=0)
+    assert again == keys
 
 
 @requires_cpu_vllm

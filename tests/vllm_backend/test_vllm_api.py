@@ -1,9 +1,13 @@
-"""The check of a vLLM version's sources: the installed version passes, and gaps are named."""
+"""The interface of vLLM: the installed version has what we need, and we take what it passes."""
 
 from __future__ import annotations
 
+import inspect
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.vllm_backend.vllm_api import lacking
 
@@ -23,3 +27,36 @@ def test_gaps_are_named(tmp_path: Path) -> None:
     found = "\n".join(lacking(tmp_path))
     assert "split_decodes_and_prefills(decode_threshold)" in found
     assert "get_kv_cache_shape or AttentionBackend.supported_kv_cache_layouts" in found
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_we_override_takes_what_vllm_passes() -> None:
+    """By the installed version's signatures, ``kv_cache_spec`` of the page sizes included."""
+    from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+
+    from sparsek_backend.vllm_backend.nsa.backend import NSABackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
+
+    compared = set()
+    for backend in (SparseKBackend, NSABackend):
+        parts: tuple[tuple[type, Any], ...] = (
+            (backend, AttentionBackend),
+            (backend.get_impl_cls(), AttentionImpl),
+            (backend.get_builder_cls(), AttentionMetadataBuilder),
+        )
+        for ours, theirs in parts:
+            for name, function in inspect.getmembers(theirs, inspect.isroutine):
+                own = getattr(ours, name)
+                if name.startswith("__") or own.__module__.startswith("vllm."):
+                    continue
+                taken = inspect.signature(own).parameters.values()
+                if any(one.kind is one.VAR_KEYWORD for one in taken):
+                    continue
+                passed = set(inspect.signature(function).parameters)
+                assert passed <= {one.name for one in taken}, (ours, name)
+                compared.add(name)
+        sizes = backend.get_supported_kernel_block_sizes()
+        assert [str(size) for size in backend.get_supported_kernel_block_sizes(None)] == [
+            str(size) for size in sizes
+        ]
+    assert {"get_supported_kernel_block_sizes", "build", "forward", "customize_spec"} <= compared

@@ -70,6 +70,7 @@ FUNCTIONS: dict[str, dict[str, Names]] = {
         "LlamaMLP.__init__": ("hidden_size", "intermediate_size", "hidden_act", "prefix"),
     },
     "model_executor/models/utils.py": {"extract_layer_index": (), "maybe_prefix": ()},
+    "config/compilation.py": {"CUDAGraphMode.has_full_cudagraphs": ()},
     "config/vllm.py": {
         "get_current_vllm_config": (),
         "get_current_vllm_config_or_none": (),

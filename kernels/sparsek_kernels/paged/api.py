@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
     from types import ModuleType
 
+    from sparsek_kernels.paged.chosen import Chosen
     from sparsek_kernels.paged.replay import ReplayableCall
 
 
@@ -332,13 +333,18 @@ def attend_segment(operands: PagedOperands, segment: Segment, index: Indexer | N
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`paged_attention`.
     """
-    call = _replayable_segment(operands, segment, index)
+    chosen = None
+    if index is not None and not index.replayable:  # then attention alone is repeated
+        check_segment(operands, segment, index)
+        chosen = index.select(operands, segment)
+    call = _replayable_segment(operands, segment, index, chosen)
     if call is not None and call.replay():
         return
-    check_segment(operands, segment, index)
+    if chosen is None:
+        check_segment(operands, segment, index)
     with nullcontext() if call is None else call.recorded():
-        if index is None:
-            attend(operands, segment)
+        if index is None or chosen is not None:
+            attend(operands, segment, chosen)
         elif not (segment.decodes and index.fused_decode(operands, segment)):
             attend(operands, segment, index.select(operands, segment))
 
@@ -402,18 +408,17 @@ def _check_invariance(q: torch.Tensor, index: Indexer | None) -> None:
 
 
 def _replayable_segment(
-    operands: PagedOperands, segment: Segment, index: Indexer | None
+    operands: PagedOperands, segment: Segment, index: Indexer | None, chosen: Chosen | None = None
 ) -> ReplayableCall | None:
-    """A segment's launches as ones that may be repeated; ``None`` where they are not launches."""
+    """A segment's launches as ones that may be repeated: those of attention where it has chosen."""
     if not segment.repeats or operands.lse is not None:
         return None
     options: tuple[Hashable, ...] = (operands.softmax_scale, operands.k_scale, operands.v_scale)
     if index is not None:
-        if not index.replayable:
-            return None
         options = (*options, index.key)
-        if index.tensors:
-            located = _located(operands.tensors + index.tensors, operands.pages)
+        own = index.tensors if chosen is None else (chosen.indices,)
+        if own:
+            located = _located(operands.tensors + own, operands.pages)
             return _replayable(located, options, segment.replays)
     known, tensors = operands.located, operands.tensors
     if known is None or not all(map(is_, known.tensors, tensors)):

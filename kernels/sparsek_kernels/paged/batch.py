@@ -38,8 +38,8 @@ class PagedBatch:
         query_lens_host: query tokens of each request on the host; where they are missing,
             :attr:`query_lens` waits for the device.
         prompt_left_host: tokens of each request's prompt that come after its new tokens, on the
-            host; below 0 the new tokens that follow the prompt, as where answers are computed
-            again.  ``None``: every prefill ends its prompt.
+            host; below 0 the tokens that follow the prompt, as in decodes, and where answers are
+            computed again.  ``None``: every prefill ends its prompt, and no decode is of one.
         first_row: ``cu_seqlens_q[0]``; above 0 in a :meth:`part` of a batch.
         rotation: ``[positions, D]`` float32, by which positions have turned queries and keys: D/2
             cosines, then as many sines.  Where it is given, InfLLM-v2's scores are of queries and

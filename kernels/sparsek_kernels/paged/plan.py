@@ -128,7 +128,8 @@ def plan_step(
     """The step as its decodes and runs of neighbouring prefills, either dense or sparse.
 
     The ends of prompts that are not dense, which ``dense_last`` lets attend everything, come again
-    as one dense segment after all others.  A prompt by records comes token by token.
+    as one dense segment after all others: also of prompts whose last tokens are so few that they
+    count as a decode.  A prompt by records comes token by token.
 
     Args:
         batch: the step.
@@ -213,9 +214,10 @@ def _segments(
     rule = replace(of_prompts, dense_last=0) if of_prompts.dense_last else of_prompts
     if not batch.num_requests:
         return ()
-    if not batch.num_prefills:
-        return (Segment(batch, policy.decode),)
     alone = rule.alignment > 0  # tokens choose each for itself
+    tails = [] if alone else _ends_of_decodes(batch, policy, seq_lens)
+    if not (batch.num_prefills or tails):
+        return (Segment(batch, policy.decode),)
     if not (batch.num_decodes or of_prompts.dense_last or alone or _knows_queries(batch)):
         return (Segment(batch, rule),)  # the kernels tell dense tiles from sparse ones
     found = []
@@ -234,7 +236,6 @@ def _segments(
             first = first_sparse(of_prompts, length - count, length) - (length - count)
         return bool(first < begin or max(first, end) < count)
 
-    tails: list[tuple[int, int, int]] = []
     for sparse, run in groupby(prefills, is_sparse):
         members = list(run)
         part = replace(
@@ -255,6 +256,25 @@ def _segments(
     return tuple(found)
 
 
+def _ends_of_decodes(
+    batch: PagedBatch, policy: StepPolicy, seq_lens: Sequence[int] | None
+) -> list[tuple[int, int, int]]:
+    """Decodes that are the last tokens of a prompt, each with its queries that are exempt."""
+    rule, left, found = policy.prefill, batch.prompt_left_host, []
+    if left is None or not (rule.dense_last and batch.num_decodes):
+        return []
+    lengths = _length_bounds(batch) if seq_lens is None else seq_lens
+    counts = batch.query_lens[: batch.num_decodes]
+    for request, (count, after) in enumerate(zip(counts, left, strict=False)):
+        if count + after <= 0:  # an answer, as nearly all are
+            continue
+        begin, end = rule.last_rows(count, after)
+        start = lengths[request] - count
+        if begin < end and first_sparse(policy.decode, start, start + end) < start + end:
+            found.append((request, begin, end))
+    return found
+
+
 def _knows_queries(batch: PagedBatch) -> bool:
     """Whether the host has the query lengths, so that no device is waited for."""
     return batch.query_lens_host is not None or batch.cu_seqlens_q.device.type == "cpu"
@@ -270,7 +290,7 @@ def _length_bounds(batch: PagedBatch) -> Sequence[int]:
 def _rows_of_requests(
     batch: PagedBatch, parts: Sequence[tuple[int, int, int]], lengths: Sequence[int]
 ) -> tuple[slice | torch.Tensor, PagedBatch]:
-    """Some queries of some prefills: their rows of the step's queries, and a batch of them alone.
+    """Some queries of some requests: their rows of the step's queries, and a batch of them alone.
 
     Args:
         batch: the step.
@@ -290,7 +310,7 @@ def _rows_of_requests(
     if len(spans) > 1:
         rows = copied(torch.cat([torch.arange(*span) for span in spans]), torch.int64)
     known = batch.seq_lens_host
-    if members[-1] - members[0] < len(members):  # neighbours
+    if members[0] >= batch.num_decodes and members[-1] - members[0] < len(members):  # neighbours
         part = batch.part(members[0], members[-1] + 1)
         table, seq_lens = part.block_table, part.seq_lens
     else:

@@ -182,15 +182,23 @@ def paged_attention_reference(
         k = gather_sequence(k_cache, pages, length)
         v = gather_sequence(v_cache, pages, length)
         positions = list(range(length - (end - begin), length))
+        left, exempt = batch.prompt_left_host, range(0)  # rows at the end of the prompt
+        if not step.prefill.alignment and (left is not None or request >= batch.num_decodes):
+            exempt = range(*step.prefill.last_rows(end - begin, batch.prompt_left[request]))
+        whole = torch.arange(length) <= torch.tensor(positions)[:, None]
         if rule.alignment:  # a prompt's tokens choose alone
             together = end - begin if request < batch.num_decodes else 1
             for row in range(begin, end, together):
                 start = positions[row - begin]
                 rows = (q[row : row + together], k, v, start, rule, scale, sinks, select)
                 out[row : row + together] = attend_by_records_reference(*rows)
+            for row in exempt:
+                one = slice(begin + row, begin + row + 1)
+                seen = whole[row].expand(1, k.shape[1], -1)
+                out[one] = attend_reference(q[one], k, v, seen, scale, sinks)
             continue
         visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
-        for row in range(*rule.last_rows(end - begin, batch.prompt_left[request])):
-            visible[row] = torch.arange(length) <= positions[row]
+        for row in exempt:
+            visible[row] = whole[row]
         out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)
     return out

@@ -6,7 +6,8 @@ that agree in these launch the same kernels with the same arguments, but for add
 
 from __future__ import annotations
 
-import warnings
+import logging
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,33 @@ from sparsek_kernels.paged.scratch import take_turns
 
 _MOST_REPLAYS = 256
 
-Replays = dict[Hashable, Replay | None]
+logger = logging.getLogger(__name__)
+
+Replays = dict[Hashable, Replay | str | None]
+"""Launches by key; ``None``, or the reason, for those that cannot be replayed."""
+
+_SHARED = (
+    "its tensors share an address or a storage, so that which of them an argument follows cannot "
+    "be told"
+)
+_UNALIGNED = f"an address of its tensors is no multiple of {ALIGNMENT}"
 
 _without_batch: Replays = {}
-_refused: list[Exception] = []
+_refused: list[str] = []
 """Why Triton's launchers refused a replay, which is then the last one of the process."""
+_launched: Counter[str] = Counter()
+
+
+def launched_counts() -> dict[str, int]:
+    """Calls that were not replayed since the process started, by a reason that is no rule's."""
+    return dict(_launched)
+
+
+def _count(reason: str) -> None:
+    """Count one call that is not replayed; the first one of a reason is logged."""
+    if not _launched[reason]:
+        logger.warning("SPARSEK does not replay a layer, which costs host time: %s", reason)
+    _launched[reason] += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +59,7 @@ class ReplayableCall:
     Args:
         located: the tensors that differ between calls with one key.
         key: all else that the call's launches depend on.
-        replays: by key; ``None`` stands for launches that cannot be replayed.
+        replays: keeps the launches.
     """
 
     located: Located
@@ -47,22 +70,21 @@ class ReplayableCall:
         """Launch again what was launched with this key; ``False`` if nothing is remembered.
 
         Triton's launchers are no public interface.  Where they do not take the arguments of a
-        replay, a warning says so, and this call and all later ones go through the JIT.
+        replay, this call and all later ones go through the JIT, which is logged and counted.
         """
         found = self.replays.get(self.key)
         if found is None:
+            return False
+        if isinstance(found, str):
+            _count(found)
             return False
         stream = take_turns(self.located.device)
         try:
             found.launch(self.located.addresses, stream)
         except (TypeError, ValueError, AttributeError, SystemError) as error:
-            _refused.append(error)
+            _refused.append(f"Triton says {error}")
             self.replays[self.key] = None
-            warnings.warn(
-                f"launches are not replayed, which costs host time: Triton says {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _count(_refused[0])
             return False
         return True
 
@@ -78,12 +100,8 @@ class ReplayableCall:
             self.replays.clear()
         self.replays[self.key] = record.finish()
         if record.ambiguous:
-            warnings.warn(
-                "launches of a layer are not replayed, which costs host time: its tensors share an "
-                "address or a storage, so that which of them an argument follows cannot be told",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            self.replays[self.key] = _SHARED
+            _count(_SHARED)
 
 
 def locate(tensors: Tensors, known: Located | None = None) -> Located | None:
@@ -115,7 +133,10 @@ def locate(tensors: Tensors, known: Located | None = None) -> Located | None:
         addresses.append(address)
         together |= address
         key += (tensor.shape, tensor.stride(), tensor.dtype)
-    return None if together % ALIGNMENT else Located(tensors, addresses, tuple(key), device)
+    if together % ALIGNMENT:
+        _count(_UNALIGNED)
+        return None
+    return Located(tensors, addresses, tuple(key), device)
 
 
 def replayable(
@@ -132,12 +153,14 @@ def replayable(
         replays: keeps the launches; ``None`` where they have no tensors but these.
     """
     if (
-        _refused
-        or dispatch_modes()
+        dispatch_modes()
         or located.device != current_device()
         or torch.cuda.is_current_stream_capturing()
         or has_launch_hook()
     ):
+        return None
+    if _refused:
+        _count(_refused[0])
         return None
     mine = _without_batch if replays is None else replays
     return ReplayableCall(located, (located.key, options), mine)

@@ -53,6 +53,9 @@ def workspace(device: torch.device, name: str, numel: int, dtype: torch.dtype) -
     Sizes are rounded up to powers of two and never freed, so that captured graphs keep valid
     addresses.  A first use under capture belongs to that graph alone.  Streams take turns
     (:func:`take_turns`); threads must not call at the same time.
+
+    Tickets are zero between kernels: who draws the last one clears it.  A kernel that is aborted
+    leaves others, which nobody meets: CUDA launches nothing more in a process whose kernel failed.
     """
     if device.type == "cuda":
         take_turns(device.index)
@@ -64,3 +67,10 @@ def workspace(device: torch.device, name: str, numel: int, dtype: torch.dtype) -
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             _workspaces[key] = found
     return found
+
+
+def held_bytes(device: torch.device) -> int:
+    """Bytes of scratch that calls on a device, or of its kind where it has no index, have left."""
+    index = device.index
+    found = (x for x in _workspaces.values() if x.device.type == device.type)
+    return sum(x.nbytes for x in found if index is None or x.device.index == index)

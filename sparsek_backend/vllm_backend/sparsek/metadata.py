@@ -84,6 +84,7 @@ class SparseKMetadataBuilder(StepBuilder):
         self.page_size = kv_cache_spec.block_size
         self.exempts_last = any(policy.prefill.dense_last for policy in self.policies)
         self.splits_steps = vllm_config.parallel_config.use_ubatching
+        self.captured_decodes = may_capture_decodes(vllm_config, device)
         self.context_ranks = _context_ranks(kv_cache_spec, vllm_config.parallel_config)
 
     @classmethod
@@ -174,6 +175,7 @@ class SparseKMetadataBuilder(StepBuilder):
             gathers_prefills=self.context_ranks is not None,
             rotation=self.rotation,
             prompt_lengths=self._prompt_lengths(),
+            captured_decodes=self.captured_decodes,
         )
         if self.exempts_last and batch.paged.num_prefills and batch.paged.prompt_left_host is None:
             logger.warning_once(NO_PROMPT_LENGTHS)
@@ -204,6 +206,12 @@ class SparseKMetadataBuilder(StepBuilder):
         )
         everything = StepPolicy.of(SelectionPolicy())
         return attended, attended_by_requests(everything, *lens) * self.policies.total()
+
+
+def may_capture_decodes(vllm_config: Any, device: torch.device) -> bool:
+    """Whether CUDA graphs may hold whole steps of decodes."""
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    return device.type == "cuda" and bool(graphs.has_full_cudagraphs())
 
 
 def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:

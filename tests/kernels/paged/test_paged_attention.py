@@ -238,6 +238,20 @@ def test_chunks_change_nothing_at_the_end_of_a_prompt(ends: tuple[int, ...]) -> 
     assert moved == list(range(280, 320))
 
 
+@pytest.mark.parametrize("records", [False, True], ids=["window", "records"])
+def test_a_prompt_may_end_in_a_decode(records: bool) -> None:
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=2, dense_last=2)
+    plain = replace(policy, dense_last=0)
+    step = StepPolicy(policy, plain.by_records(64) if records else replace(plain, top_k=0))
+    case = make_case([500, 700, 600, 333], [3, 3, 3, 200], 3)
+    case.batch = replace(case.batch, prompt_left_host=(0, -7, 1, 0), decode_query_len=3)
+    check(case, step)
+    unknown = replace(case.batch, prompt_left_host=None, _derived={})
+    sparse = run(replace(case, batch=unknown), step)
+    moved = (run(case, step) != sparse).flatten(1).any(1).nonzero().flatten().tolist()
+    assert moved == [1, 2, 8]
+
+
 def test_budget_over_context_is_dense() -> None:
     case = make_case(*MIXED)
     policy = SelectionPolicy(num_sink=64, window_size=64, top_k=8)

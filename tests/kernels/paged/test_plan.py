@@ -188,6 +188,26 @@ def test_the_end_of_a_prompt_is_dense_whatever_chunks_it_comes_in() -> None:
     assert tails.batch.max_seq_len == 4000
 
 
+def test_the_end_of_a_prompt_is_dense_where_it_counts_as_a_decode() -> None:
+    policy = replace(TOPK, dense_last=64)
+    known = {"prompt_left_host": (-2, 0, 90, 63, 0, 200), "query_lens_host": (2, 2, 2, 2, 2, 2)}
+    lengths = [900, 4000, 3000, 800, 150, 5000]  # of which one is short enough to be attended whole
+    decodes, tail = planned(make_batch(lengths, [2] * 6, 6, **known), policy)
+    assert (decodes.batch.num_decodes, decodes.policy, decodes.rows) == (6, DECODED, slice(None))
+    assert rows_of(tail) == [2, 3, 7]
+    assert (tail.policy, tail.batch.num_decodes) == (EVERYTHING, 0)
+    assert tail.batch.query_lens == (2, 1)
+    assert tail.batch.seq_lens.tolist() == [4000, 800]
+    mixed = {name: (*value, 300) for name, value in known.items()}
+    batch = make_batch([*lengths, 2000], [2] * 6 + [300], 6, **mixed)
+    decodes, chunk, tail = planned(batch, policy)
+    assert (decodes.batch.num_decodes, chunk.batch.num_prefills) == (6, 1)
+    assert rows_of(tail) == [2, 3, 7]
+    unknown = replace(batch.part(0, 6), prompt_left_host=None, _derived={})
+    for found in (planned(unknown, policy), planned(batch.part(0, 6), TOPK)):
+        assert [segment.policy for segment in found] == [DECODED]
+
+
 def test_a_chunk_among_the_last_tokens_of_its_prompt_is_dense() -> None:
     policy = replace(TOPK, dense_last=64)
     batch = make_batch([4000, 5000], [30, 30], 0, prompt_left_host=(34, 35))

@@ -109,7 +109,10 @@ class Recorded:
 
 
 def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Recorded]:
-    """Run a launcher with its kernels replaced by recorders."""
+    """Run a launcher with its kernels replaced by recorders.
+
+    Kernels of matrix units are recorded for later GPUs too, where they are compiled but do not run.
+    """
     seen: list[Recorded] = []
     saved = {name: getattr(module, name) for name, module in KERNELS.items()}
 
@@ -126,7 +129,8 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
     try:
         for name, module in KERNELS.items():
             setattr(module, name, Spy(name))
-        with simulated(arch, num_sms):
+        units = mock.patch.object(choose_launch, "uses_matrix_units", return_value=True)
+        with simulated(arch, num_sms), units:
             action()
     finally:
         for name, kernel in saved.items():

@@ -1,8 +1,10 @@
-"""Decodes that are longer than the host's bound of them: nothing is written past scratch."""
+"""Sequences that are longer than the host's bound of them: nothing is written past scratch."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import infllm_check
 import oracle_check
@@ -17,9 +19,14 @@ from sparsek_kernels.paged import (
     PageRecords,
     Seer,
     SelectionPolicy,
-    scratch,
+    TwoStep,
 )
+from sparsek_kernels.paged.index.infllm import launch as infllm_launch
+from sparsek_kernels.paged.index.page_records import launch as records_launch
+from sparsek_kernels.paged.index.page_records import launch_sm80
 from sparsek_kernels.paged.index.seer import launch as seer_launch
+from sparsek_kernels.paged.index.two_step import launch as two_step_launch
+from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.record import page_bytes
 from sparsek_kernels.paged.sample import CELL_BITS
@@ -29,25 +36,56 @@ from tests.kernels.paged.gate_cases import make_gates
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS, BOUND, WIDTH = [3000, 2500], 200, 16
 """Lengths on the device, what the host takes for the longest, and the scores of a row for that."""
-ROWS = {
-    "infllm": {"averages": 4 * 2, "scores": 2},  # two averages for each block; of every KV head
-    "seer": {"gate logits": 2},
-    "records": {"base": 4, "gain": 4, "rest": 4 * 32, "keys": 2 * 32},
+GUARD, UNUSED = 1 << 14, -7
+LAUNCHERS = (
+    *(infllm_launch, seer_launch, records_launch, launch_sm80),
+    *(two_step_launch, launch_probabilities, launch_scores),
+)
+WRITTEN = {
+    "infllm": {"averages", "shares of averages", "scores"},
+    "seer": {"gate queries", "gate logits"},
+    "records": {"rest", "base", "gain", "units", "totals", "keys", "key counts"},
+    "records by matrix units": {"weights", "tops", "gains", "sums", "counts", "counters"},
+    "two steps": {"means", "score state", "parts", "scores", "candidates", "masses of lists"},
+    "two steps on Hopper": {
+        *("means", "samples", "seen blocks", "scored tiles", "kept weights", "kept maxima"),
+        *("parts", "scores", "candidates", "masses of lists"),
+    },
 }
+"""Scratch of each rule; a dtype behind its name is left out."""
 RULES = dict.fromkeys(
     ("infllm", "seer"),
     SelectionPolicy(num_sink=32, window_size=40, top_k=3, sel_block_size=32, query_tile=1),
 )
-RULES["records"] = SelectionPolicy(num_sink=64, window_size=64, top_k=3).by_records(64)
+RULES |= dict.fromkeys(
+    ("records", "records by matrix units"),
+    SelectionPolicy(num_sink=64, window_size=64, top_k=3).by_records(64),
+)
+RULES["two steps"] = replace(RULES["infllm"], query_tile=64)
+RULES["two steps on Hopper"] = SelectionPolicy(num_sink=64, window_size=64, top_k=3, query_tile=64)
+GPU = {"records by matrix units", "two steps on Hopper"}
 
 
 def prepare(name: str) -> tuple[Problem, Indexer]:
-    problem = make_problem([(1, length) for length in LENGTHS], num_decodes=2, page_size=64,
-                           heads=2, group=2, device=DEVICE)  # fmt: skip
+    prompts, half = name.startswith("two steps"), name in GPU
+    shape: dict[str, Any] = {"dim": 64, "dtype": torch.bfloat16} if half else {}
+    new = (2000 if half else 70) if prompts else 1
+    problem = make_problem(
+        [(new, length) for length in LENGTHS],
+        num_decodes=0 if prompts else 2,
+        page_size=64,
+        heads=2,
+        group=4 if half else 2,
+        device=DEVICE,
+        **shape,
+    )
+    if prompts:
+        oracle_check.fill(problem)
+        return problem, TwoStep()
     if name == "infllm":
         infllm_check.fill(problem)
         return problem, InfLLM()
-    if name == "records":
+    if name.startswith("records"):
         records = torch.zeros(
             *problem.k_cache.shape[:2],
             page_bytes(64, problem.q.shape[2]),
@@ -66,27 +104,31 @@ def prepare(name: str) -> tuple[Problem, Indexer]:
     return problem, Seer(gates)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.gpu if name in GPU else ()) for name in WRITTEN],
+)
 def test_scores_end_with_their_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, index = prepare(name)
     batch = replace(problem.batch, max_seq_len=BOUND, _derived={})
-    rule = RULES[name]
-    monkeypatch.setattr(scratch, "_workspaces", {})
+    spaces: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
 
-    def select() -> torch.Tensor:
-        return select_launched(problem.operands(problem.q), Segment(batch, rule), index).indices
+    def workspace(device: torch.device, of: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        space = torch.full((numel + GUARD,), UNUSED, device=device, dtype=dtype)
+        spaces[of.split(" torch.")[0]].append((space, numel))
+        return space
 
-    select()
-    for space in scratch._workspaces.values():
-        space.fill_(-7)
-    chosen = select()
-    for (_, of, _), space in scratch._workspaces.items():
-        if of in ROWS[name]:
-            used = len(LENGTHS) * ROWS[name][of] * WIDTH
-            assert (space[:used] != -7).any()
-            assert (space[used:] == -7).all(), of
-    if name == "records":
+    for launcher in LAUNCHERS:
+        monkeypatch.setattr(launcher, "workspace", workspace)
+    operands = problem.operands(problem.q)
+    chosen = select_launched(operands, Segment(batch, RULES[name]), index).indices
+    assert spaces.keys() == WRITTEN[name]
+    for of, some in spaces.items():
+        for space, used in some:
+            assert (space[:used] != UNUSED).any(), of
+            assert (space[used:] == UNUSED).all(), of
+    cells = 1
+    if name.startswith("records"):
         assert (chosen[..., 0] >= 0).all()
-        chosen = chosen[chosen >= 0] & ((1 << CELL_BITS) - 1)
-    cells = 32 if name == "records" else 1
+        chosen, cells = chosen[chosen >= 0] & ((1 << CELL_BITS) - 1), 32
     assert ((chosen > 0) & (chosen < WIDTH * cells)).all()

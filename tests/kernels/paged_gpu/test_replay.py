@@ -6,6 +6,7 @@ the notes of a replay are compared with those of a launch through the JIT on the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,13 +25,22 @@ from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.recording import Replay, Tensors, recording, run
 from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention, write_kv
 from sparsek_kernels.paged import replay as replay_module
-from sparsek_kernels.paged.api import _replayable_segment
+from sparsek_kernels.paged import scratch as scratch_module
+from sparsek_kernels.paged.api import _replayable_segment, attend_segment, default_indexers
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.operands import Located, PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from sparsek_kernels.paged.replay import ReplayableCall, Replays, locate, replayable
+from sparsek_kernels.paged.replay import (
+    ReplayableCall,
+    Replays,
+    launched_counts,
+    locate,
+    replayable,
+)
 from sparsek_kernels.paged.scratch import _workspaces
 from tests.kernels.launched import write_launched
 from tests.kernels.paged.gate_cases import make_gates
@@ -313,6 +323,39 @@ def test_layers_with_other_indexers_have_other_replays(on_cpu: None) -> None:
     assert len(keys) == 5
 
 
+def test_attention_is_replayed_where_the_choice_is_not(
+    on_cpu: None, notes: list[Note], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts by a list: every layer has lists of its own."""
+    problems, outputs = [layer(seed) for seed in (1, 2)], []
+    rule = replace(TOP_K, dense_last=0)
+    monkeypatch.setattr(scratch_module, "take_turns", lambda _device: STREAM)
+    segment = Segment(problems[0].batch.part(2, 4), rule)
+    lists = [block_lists(torch.tensor([[entry]] * 4), rule) for entry in (3, 5)]
+    noted = []
+    with mock.patch.object(torch.Tensor, "is_cuda", True):
+        for turn, (problem, own) in enumerate(zip(problems, lists, strict=True)):
+            operands = problem.operands(torch.empty_like(problem.q))
+            outputs.append(operands.out)
+            with mock.patch.object(
+                attend_launch,
+                "attend_segment",
+                side_effect=AssertionError("not a replay") if turn else None,
+                wraps=attend_launch.attend_segment,
+            ):
+                attend_segment(operands, segment, VerticalSlash(own))
+            noted.append(taken(notes))
+    (first,), (again,) = noted
+    assert first[:2] == again[:2]
+    changed = [
+        (x.data_ptr() if isinstance(x, torch.Tensor) else x, y)
+        for x, y in zip(first[2], again[2], strict=True)
+    ]
+    changed = [(x, y) for x, y in changed if x != y]
+    assert len(changed) > 3  # the output, queries, keys and values, and what is chosen
+    assert (outputs[0].data_ptr(), outputs[1].data_ptr()) in changed
+
+
 def test_steps_keep_their_own_replays(on_cpu: None) -> None:
     rule = StepPolicy.of(TOP_K)
     one, other = layer(1).batch, layer(1).batch
@@ -344,8 +387,29 @@ def test_what_cannot_be_replayed_is_launched_every_time() -> None:
     assert kernel.launches == 3
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Calls of the test that are not replayed."""
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(replay_module, "_launched", found)
+    return found
+
+
+def test_addresses_that_are_not_aligned_are_counted_and_logged_once(
+    on_cpu: None, counted: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        assert locate((torch.zeros(8), torch.zeros(8)[1:])) is None
+    assert list(counted.values()) == list(launched_counts().values()) == [3]
+    assert ["multiple of 16" in message for message in caplog.messages] == [True]
+
+
 def test_a_refused_replay_goes_through_the_jit(
-    on_cpu: None, notes: list[Note], monkeypatch: pytest.MonkeyPatch
+    on_cpu: None,
+    notes: list[Note],
+    counted: Counter[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replay_module, "_refused", [])
     kernel, x = SpiedKernel("kernel", ["x"], notes), torch.zeros(8)
@@ -361,12 +425,14 @@ def test_a_refused_replay_goes_through_the_jit(
     assert call is not None
     with call.recorded():
         run(kernel, (1,), x)
-    with pytest.warns(RuntimeWarning, match="an integer is required"):
-        assert not call.replay()
+    assert not call.replay()
     with call.recorded():
         run(kernel, (1,), x)
     assert len(notes) == 2
     assert replayable(located, "rule", replays) is None
+    assert counted == {"Triton says an integer is required": 2}
+    assert len(caplog.messages) == 1
+    assert "an integer is required" in caplog.text
 
 
 def test_an_argument_between_two_tensors_is_not_guessed(notes: list[Note]) -> None:
@@ -596,16 +662,19 @@ def test_a_launcher_that_does_more_with_matrices_stays(
         assert seen.pop()[-4:] == (x.data_ptr(), x.data_ptr(), 3, "more")
 
 
-def test_tensors_that_cannot_be_told_apart_are_warned_of(notes: list[Note]) -> None:
+def test_tensors_that_cannot_be_told_apart_are_counted_and_logged_once(
+    notes: list[Note], counted: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
     both = torch.zeros(64)
     tensors = (both[:16], both[16:32])
     replays: Replays = {}
     call = call_of(tensors, "rule", replays)
-    with pytest.warns(RuntimeWarning, match="share an address or a storage"), call.recorded():
-        run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
-    assert replays == {"rule": None}
-    with call.recorded():  # once: what was in vain is not tried again
-        run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
+    for calls in (1, 2, 3):  # recorded once: what was in vain is not tried again
+        assert not call.replay()
+        with call.recorded():
+            run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
+        assert list(counted.values()) == [calls]
+    assert ["share an address or a storage" in message for message in caplog.messages] == [True]
 
 
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
@@ -620,9 +689,14 @@ def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "pattern"])
 def test_replayed_layers_equal_launched_ones(policy: str) -> None:
-    rule = replace(POLICIES[policy], dense_last=16 if POLICIES[policy].top_k else 0)
+    base = POLICIES.get(policy, TOP_K)
+    rule = replace(base, dense_last=16 if base.top_k else 0)
+    indexers = default_indexers(StepPolicy.of(rule))
+    if policy == "pattern":
+        lists = block_lists(torch.tensor([[3, -9]] * 4), rule).cuda()
+        indexers = Indexers(VerticalSlash(lists), indexers.decode)
     first, second = layer(1, device="cuda"), layer(2, device="cuda")
     for keys, values, slots in zip(second.keys, second.values, second.slots, strict=True):
         cache = (second.k_cache, second.v_cache, second.k_summary)
@@ -631,7 +705,8 @@ def test_replayed_layers_equal_launched_ones(policy: str) -> None:
     def attend(problem: Problem, batch: PagedBatch) -> torch.Tensor:
         out = torch.full_like(problem.q, float("nan"))
         cache = (problem.k_cache, problem.v_cache)
-        return paged_attention(problem.q, *cache, batch, rule, k_summary=problem.k_summary, out=out)
+        options: dict[str, Any] = {"k_summary": problem.k_summary, "indexers": indexers}
+        return paged_attention(problem.q, *cache, batch, rule, out=out, **options)
 
     wanted = attend(second, replace(second.batch, _derived={}))
     attend(first, first.batch)

@@ -38,7 +38,8 @@ class Indexer(ABC):
     shares_context: ClassVar[bool] = False
     """Whether ranks that hold a sequence's pages between them can choose together."""
     replayable: ClassVar[bool] = True
-    """Whether :meth:`select` is launches of kernels alone, which later layers may repeat."""
+    """Whether :meth:`select` is launches of kernels alone, which later layers may repeat; else
+    these repeat those of attention."""
     aligned: ClassVar[bool] = False
     """Whether it chooses by policies with an alignment."""
 

@@ -12,6 +12,11 @@ CHUNK = 64
 """Segments of a program that ranks cells."""
 
 
+def uses_matrix_units(arch: int) -> bool:
+    """Whether products of bytes weigh cells: on sm_8x and sm_9x, not where they have never run."""
+    return 80 <= arch < 100
+
+
 def first_key(policy: SelectionPolicy, rows: int) -> int:
     """What is taken from a float32 score's highest 11 bits, so that keys end at 63.
 

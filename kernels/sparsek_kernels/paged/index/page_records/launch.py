@@ -1,6 +1,6 @@
 """Launching the choice of cells by records.
 
-Two launches do it where NVIDIA's matrix units take the shapes (``launch_sm80.py``), else five.
+Two launches do it where NVIDIA's matrix units take the shapes (``launch_sm80.py``), else four.
 Between these, ranks that hold a sequence's pages between them agree on totals, then on keys.
 """
 
@@ -16,10 +16,7 @@ from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.launch import new_selection
-from sparsek_kernels.paged.index.page_records.config import (
-    CHUNK,
-    KEYS,
-)
+from sparsek_kernels.paged.index.page_records.config import CHUNK, KEYS, uses_matrix_units
 from sparsek_kernels.paged.index.page_records.kernels.choose import (
     list_cells_kernel,
     rank_cells_kernel,
@@ -77,7 +74,7 @@ def _fits(call: Selection, width: int) -> bool:
         not knobs.runtime.interpret
         and call.operands.ranks is None
         and torch.version.hip is None
-        and device_arch(q.device) >= 80
+        and uses_matrix_units(device_arch(q.device))
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
         and call.batch.decode_query_len * call.group <= 16

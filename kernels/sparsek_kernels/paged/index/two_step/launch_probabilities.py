@@ -76,7 +76,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         _list_masses(call, step, candidates, masses, shape, config)
     run(
         rank_blocks_kernel, (step.count, call.heads),
-        call.out, masses, candidates, *call.lengths, policy.dense_below, step.first,
+        call.out, masses, candidates, *call.lengths, policy.dense_below, step.first, call.width,
         *call.out.stride()[:2],
         BLOCK_R=rank_rows(call.list_slots, call.rows),
         num_warps=4 if call.list_slots <= 1024 else 8, **shape, **overlap_options(call.q.device),
@@ -100,7 +100,7 @@ def _list_masses(
     run(
         listed_masses_kernel, (programs, heads, shares),
         masses, q, k_cache, candidates, call.tiles, batch.block_table, batch.seq_lens,
-        batch.cu_seqlens_q, call.qk_scale, policy.dense_below, step.first,
+        batch.cu_seqlens_q, call.qk_scale, policy.dense_below, step.first, call.width,
         *q.stride()[:2], *k_cache.stride()[:3], batch.block_table.stride(0),
         HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         PAGE_SIZE=page_size, NUM_STAGES=config.num_stages, num_warps=config.num_warps, **shape,
@@ -135,7 +135,7 @@ def _list_masses_sm90(
     run(
         sm90.listed_masses_sm90_kernel, (programs, call.heads, shares),
         masses, q, k_desc, candidates, call.tiles, batch.block_table, batch.seq_lens,
-        batch.cu_seqlens_q, call.qk_scale, policy.dense_below, step.first, work,
+        batch.cu_seqlens_q, call.qk_scale, policy.dense_below, step.first, work, call.width,
         *q.stride()[:2],
         *distances,
         batch.block_table.stride(0),

@@ -184,7 +184,7 @@ def _score_sm90(
     plan = workspace(device, "scored tiles", 3 * tiles[1], torch.int32)
     run(
         gather_samples_kernel, (tiles[1], heads * fours),
-        samples, seen, plan, q, *call.lengths, policy.dense_below, tiles[0], *requests,
+        samples, seen, plan, q, *call.lengths, policy.dense_below, tiles[0], *requests, call.width,
         *q.stride()[:2],
         GROUP=call.group, HEADS=_HEADS, HEAD_DIM=dim, **call.tile_rule(), SAMPLES=policy.samples,
         STRIDE=policy.sample_stride,

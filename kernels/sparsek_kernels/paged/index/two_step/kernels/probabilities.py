@@ -43,6 +43,16 @@ def sample_positions(
 
 
 @triton.jit
+def num_listed(first_local, width, SINK_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr):
+    """Candidates of a tile whose windows begin in block ``first_local``: they are below ``width``.
+
+    ``top_blocks_kernel`` lists as many.
+    """
+    competing = tl.minimum(first_local, width) - SINK_BLOCKS
+    return tl.minimum(tl.maximum(competing, 0), LISTED_BLOCKS)
+
+
+@triton.jit
 def unit_starts(
     units, end,
     candidates_ptr,
@@ -180,11 +190,11 @@ def write_unit_masses(
             tl.store(masses + unit * ROWS, mass, mask=rows < ROWS)
 
 
-@triton.jit(do_not_specialize=["dense_below", "first_tile"])
+@triton.jit(do_not_specialize=["dense_below", "first_tile", "width"])
 def listed_masses_kernel(
     mass_ptr, q_ptr, k_ptr, candidates_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr,
     cu_seqlens_ptr,
-    qk_scale, dense_below, first_tile,
+    qk_scale, dense_below, first_tile, width,
     stride_qt, stride_qh,
     stride_kp, stride_kh, stride_kt,
     stride_br,
@@ -200,6 +210,7 @@ def listed_masses_kernel(
 
     Grid ``(tiles * row chunks, Hkv, shares)``.  Writes ``[tiles, Hkv, units, rows]`` fp32 for the
     units that the list has; nothing for tiles that see everything.  Each key is read once.
+    Candidates are blocks below ``width``.
     """
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
     ROW_CHUNKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
@@ -260,7 +271,7 @@ def listed_masses_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    listed = tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS) * PARTS
+    listed = num_listed(first_local, width, SINK_BLOCKS, LISTED_BLOCKS) * PARTS
     share = tl.cdiv(tl.cdiv(listed, UNITS), tl.num_programs(2)) * UNITS
     begin = FORCED + tl.program_id(2) * share
     end = tl.minimum(begin + share, FORCED + listed)
@@ -278,10 +289,10 @@ def listed_masses_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["dense_below", "first_tile"])
+@triton.jit(do_not_specialize=["dense_below", "first_tile", "width"])
 def rank_blocks_kernel(
     out_ptr, mass_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    dense_below, first_tile,
+    dense_below, first_tile, width,
     stride_ot, stride_oh,
     FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_R: tl.constexpr, UNIT: tl.constexpr,
@@ -322,7 +333,12 @@ def rank_blocks_kernel(
     first_local = base // SEL_BLOCK - REACH_BLOCKS
     place = local.to(tl.int64) * NUM_KV_HEADS + kv_head
     candidates = candidates_ptr + place * LISTED_BLOCKS
-    listed = tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS)
+    listed = num_listed(first_local, width, SINK_BLOCKS, LISTED_BLOCKS)
+    if listed <= SCORED_BLOCKS:  # all of them, since rows of scores end before the window does
+        each = tl.arange(0, WIDTH)
+        all_of_them = tl.load(candidates + each, mask=each < listed, other=0)
+        tl.store(out + each, all_of_them, mask=each < SCORED_BLOCKS)
+        return
     list_end = FORCED_BLOCKS + listed
     offs = tl.arange(0, BLOCK)
     # Shares: of the rows read so far of one sample, of the sample that gives most.

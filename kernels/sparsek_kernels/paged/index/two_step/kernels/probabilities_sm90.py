@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
-from sparsek_kernels.paged.index.two_step.kernels.probabilities import sample_positions
+from sparsek_kernels.paged.index.two_step.kernels.probabilities import num_listed, sample_positions
 from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
@@ -38,7 +38,7 @@ LOOKED_UP: gl.constexpr = gl.constexpr(32)
 def list_share(
     work,
     candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    dense_below, first_tile, num_work,
+    dense_below, first_tile, num_work, width,
     NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
     LISTED_BLOCKS: gl.constexpr,
@@ -59,7 +59,7 @@ def list_share(
     )
     first_local = base // BLOCK - REACH_BLOCKS
     place = local.to(gl.int64) * NUM_KV_HEADS + gl.program_id(1)
-    listed = gl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS)
+    listed = num_listed(first_local, width, SINK_BLOCKS, LISTED_BLOCKS)
     shares = gl.num_programs(2)
     each = gl.cdiv(FORCED, shares)
     forced_place = gl.program_id(2) * each
@@ -104,7 +104,7 @@ def load_partition(
     k_desc,
     k_smem, bars,
     block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    dense_below, first_tile, num_work,
+    dense_below, first_tile, num_work, width,
     stride_br,
     page_rows, head_rows, head_cols,
     NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
@@ -123,8 +123,8 @@ def load_partition(
         forced, listed_place, entries,
     ) = list_share(
         gl.program_id(0) * STREAMS + STREAM, candidates_ptr, tiles_ptr, seq_lens_ptr,
-        cu_seqlens_ptr, dense_below, first_tile, num_work, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
-        LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
+        cu_seqlens_ptr, dense_below, first_tile, num_work, width, NUM_KV_HEADS, TILE, CHUNKS,
+        SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
     )  # fmt: skip
     candidates = candidates_ptr + place * LISTED_BLOCKS
     table = block_table_ptr + request.to(gl.int64) * stride_br
@@ -221,7 +221,7 @@ def weigh_partition(
     mass_ptr, q_ptr,
     q_smem, k_wide, bars,
     candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    dense_below, first_tile, num_work, qk_scale,
+    dense_below, first_tile, num_work, width, qk_scale,
     stride_qt, stride_qh,
     NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
@@ -238,8 +238,8 @@ def weigh_partition(
         listed_place, entries,
     ) = list_share(
         gl.program_id(0) * STREAMS + STREAM, candidates_ptr, tiles_ptr, seq_lens_ptr,
-        cu_seqlens_ptr, dense_below, first_tile, num_work, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
-        LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
+        cu_seqlens_ptr, dense_below, first_tile, num_work, width, NUM_KV_HEADS, TILE, CHUNKS,
+        SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
     )  # fmt: skip
     if entries > 0:
         first_row = (gl.program_id(0) * STREAMS + STREAM) % CHUNKS * (2 * ROWS) + INDEX * ROWS
@@ -270,11 +270,11 @@ def weigh_partition(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["dense_below", "first_tile", "num_work"])
+@gluon.jit(do_not_specialize=["dense_below", "first_tile", "num_work", "width"])
 def listed_masses_sm90_kernel(
     mass_ptr, q_ptr, k_desc, candidates_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr,
     cu_seqlens_ptr,
-    qk_scale, dense_below, first_tile, num_work,
+    qk_scale, dense_below, first_tile, num_work, width,
     stride_qt, stride_qh,
     k_page_rows, k_head_rows, k_head_cols,
     stride_br,
@@ -311,7 +311,7 @@ def listed_masses_sm90_kernel(
                 weigh_partition,
                 (
                     mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
-                    cu_seqlens_ptr, dense_below, first_tile, num_work, qk_scale, stride_qt,
+                    cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
                     SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 0, 0,
@@ -321,7 +321,7 @@ def listed_masses_sm90_kernel(
                 weigh_partition,
                 (
                     mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
-                    cu_seqlens_ptr, dense_below, first_tile, num_work, qk_scale, stride_qt,
+                    cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
                     SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 0, 1,
@@ -331,7 +331,7 @@ def listed_masses_sm90_kernel(
                 weigh_partition,
                 (
                     mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
-                    cu_seqlens_ptr, dense_below, first_tile, num_work, qk_scale, stride_qt,
+                    cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
                     SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 1, 0,
@@ -341,7 +341,7 @@ def listed_masses_sm90_kernel(
                 weigh_partition,
                 (
                     mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
-                    cu_seqlens_ptr, dense_below, first_tile, num_work, qk_scale, stride_qt,
+                    cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
                     SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 1, 1,
@@ -351,9 +351,9 @@ def listed_masses_sm90_kernel(
                 load_partition,
                 (
                     k_desc, k_smem, bars, block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr,
-                    cu_seqlens_ptr, dense_below, first_tile, num_work, stride_br, k_page_rows,
-                    k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
+                    cu_seqlens_ptr, dense_below, first_tile, num_work, width, stride_br,
+                    k_page_rows, k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
+                    LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
                     STAGES, 0,
                 ),
             ),
@@ -361,9 +361,9 @@ def listed_masses_sm90_kernel(
                 load_partition,
                 (
                     k_desc, k_smem, bars, block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr,
-                    cu_seqlens_ptr, dense_below, first_tile, num_work, stride_br, k_page_rows,
-                    k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
+                    cu_seqlens_ptr, dense_below, first_tile, num_work, width, stride_br,
+                    k_page_rows, k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
+                    LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
                     STAGES, 1,
                 ),
             ),

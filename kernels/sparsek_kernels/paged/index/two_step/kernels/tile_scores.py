@@ -107,10 +107,12 @@ def scored_span(
     return local, base, low, high, token_of_zero
 
 
-@triton.jit(do_not_specialize=["dense_below", "first_tile", "first_request", "num_requests"])
+@triton.jit(
+    do_not_specialize=["dense_below", "first_tile", "first_request", "num_requests", "width"]
+)
 def gather_samples_kernel(
     out_ptr, seen_ptr, plan_ptr, q_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    dense_below, first_tile, first_request, num_requests,
+    dense_below, first_tile, first_request, num_requests, width,
     stride_qt, stride_qh,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
     SAMPLES: tl.constexpr, STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
@@ -120,9 +122,9 @@ def gather_samples_kernel(
 
     Grid ``(tiles, Hkv * parts)``, for parts of ``HEADS`` heads.  Writes ``[tiles, Hkv, parts,
     SAMPLES * HEADS, D]``, sample by sample, zeros for rows that are none, and to ``seen`` the
-    blocks before each row's own (0: no row).  ``plan [tiles, 3]`` gets the tile's request, and the
-    most and the fewest blocks before a sample's own; both are 0 for tiles that need no scores,
-    which get nothing else.
+    blocks before each row's own, ``width`` at most (0: no row).  ``plan [tiles, 3]`` gets the
+    tile's request, and the most and the fewest blocks before a sample's own; both are 0 for tiles
+    that need no scores, which get nothing else.
     """
     ROWS: tl.constexpr = SAMPLES * HEADS
     PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -134,7 +136,7 @@ def gather_samples_kernel(
     )  # fmt: skip
     row = tl.arange(0, ROWS)
     position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, HEADS, HEADS)
-    own = position // SEL_BLOCK
+    own = tl.minimum(position // SEL_BLOCK, width)  # a row of scores has no more
     if part == 0:
         some = high >= low
         most = tl.max(tl.where(position >= 0, own, 0), axis=0)
@@ -212,7 +214,7 @@ def part_scores_kernel(
     row = part // HEAD_PARTS * (QUERIES * BLOCK_H) + offs_m
     position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, BLOCK_H, BLOCK_H)
     live = (member < GROUP) & (offs_m < QUERIES * BLOCK_H) & (position >= 0)
-    own = tl.where(live, position // SEL_BLOCK, 0)
+    own = tl.where(live, tl.minimum(position // SEL_BLOCK, width), 0)  # a row has no more
     num_blocks = tl.max(own, axis=0)
     if num_blocks == 0:
         return
@@ -302,7 +304,7 @@ def add_parts_kernel(
         REACH_BLOCKS,
         SCORED_BLOCKS,
     )
-    num_blocks = base // SEL_BLOCK
+    num_blocks = tl.minimum(base // SEL_BLOCK, width)  # a row has no more
     if (high < low) | (tl.program_id(2) * BLOCK >= num_blocks):
         return
     first = (low - base) // (STRIDE * QUERIES) * HEAD_PARTS
