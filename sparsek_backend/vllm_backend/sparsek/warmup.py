@@ -2,8 +2,7 @@
 
 vLLM runs decodes before it captures them in CUDA graphs, but no prefill that is long enough to be
 sparse, and of the decodes beside a prefill, which no graph holds, not every number: their kernels
-would be compiled while requests wait for them.  On a GPU the layers run them while vLLM measures
-memory: the scratch that they leave is none that the KV cache may take.
+would be compiled while requests wait for them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.plan import everything
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
-from sparsek_kernels.paged.scratch import held_bytes
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -155,11 +153,9 @@ def warm_up(
         count = steps.result()
     if count:
         logger.info(
-            "SPARSEK kernels are ready (%d steps, %.1f s, kept in Triton's cache); they hold "
-            "%.2f GiB of scratch",
+            "SPARSEK kernels are ready (%d steps, %.1f s, kept in Triton's cache)",
             count,
             time.perf_counter() - begin,
-            held_bytes(device) / (1 << 30),
         )
 
 
