@@ -20,6 +20,8 @@ VARIANTS: tuple[Variant, ...] = ("plain", "followed")
 FOLLOWED_BY = 600
 """Tokens between question and answer in the variant ``followed``."""
 SHORT_LEAD = "The answer is:"
+LONGEST_PIECE = 1 << 14
+"""Characters of the longest text whose tokens a tokenizer keeps."""
 LEAST_FILLER = 64
 """Tokens of filler that a prompt must have room for."""
 
