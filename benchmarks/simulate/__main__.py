@@ -1,6 +1,6 @@
 """Which keys keep the answers?  Selection rules against a model's own dense logits, exactly.
 
-    sparsek eval prompts MODEL --length 16384 --length 31000 --prompts-per-task 2 --out prompts.json.gz
+    sparsek eval prompts MODEL --length 16384 --length 31000 --samples 2 --out prompts.json.gz
     python -m benchmarks.simulate run MODEL --name qwen05b --prompts prompts.json.gz --set decode --out DIR
     python -m benchmarks.simulate merge DIR --commit COMMIT --json RESULT.json
     python -m benchmarks.simulate table RESULT.json --set decode

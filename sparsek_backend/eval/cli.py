@@ -238,8 +238,8 @@ def take_prompts(
     """The prompts of a given file, or new ones, which are kept in another; and that file."""
     if given is not None:
         return load_prompts(given), given
-    with console.status("making the prompts"):
-        made = asked.make(tokenizer(), model)
+    with console.status("making the prompts") as status:
+        made = asked.make(tokenizer(), model, status.update)
     save_prompts(kept, made)
     return made, kept
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
@@ -15,6 +15,7 @@ from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.perplexity import pick_texts, read_texts
 from sparsek_backend.eval.prompt import VARIANTS, Tokenizer, Tokens, Variant
 from sparsek_backend.eval.prompt_file import PromptSet
+from sparsek_backend.eval.ruler import make_ruler_prompts, read_tasks
 from sparsek_backend.eval.tasks import TASKS, check_tasks, make_prompts
 from sparsek_backend.models import fetch_texts
 
@@ -28,9 +29,17 @@ _ON_GPU, _ON_CPU = 100, 2
 class QuestionOptions:
     """Which questions are asked."""
 
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="ruler: the thirteen tasks of RULER, by its authors' package, in place of ours."
+        ),
+    ] = None
     task: Annotated[
         list[str] | None,
-        typer.Option(help=f"One of {', '.join(TASKS)}. Repeatable; by default all."),
+        typer.Option(
+            help=f"One of {', '.join(TASKS)}. With a suite, one of its. Repeatable; by default all."
+        ),
     ] = None
     variant: Annotated[
         list[str] | None,
@@ -42,7 +51,7 @@ class QuestionOptions:
     length: Annotated[
         list[int] | None, typer.Option(help="Tokens of a prompt. Repeatable; by default 4096.")
     ] = None
-    prompts_per_task: Annotated[
+    samples: Annotated[
         int | None,
         typer.Option(
             min=0,
@@ -67,28 +76,50 @@ class QuestionOptions:
         """
         if given is not None:
             refuse_set("prompts: the file has the prompts and texts", self)
-        check_tasks(self.task or ())
+        if self.suite not in (None, "ruler"):
+            raise ValueError(f"suite: expected ruler, got {self.suite!r}")
+        check_tasks(self.task or (), read_tasks() if self.suite else TASKS)
+        if self.suite:
+            refuse_set("suite: RULER's questions end their prompts", variant=self.variant)
         for one in self.variant or ():
             if one not in VARIANTS:
                 raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
         for option in ("task", "variant", "length"):
             check_unique(option, getattr(self, option) or ())
 
-    def make(self, tokenizer: Tokenizer, model: str) -> PromptSet:
+    def make(
+        self,
+        tokenizer: Tokenizer,
+        model: str,
+        on_progress: Callable[[str], None] = lambda message: None,
+    ) -> PromptSet:
         """Make the prompts, and take the texts."""
-        count = self.prompts_per_task
+        count = self.samples
         if count is None:
             count = _ON_GPU if torch.cuda.is_available() else _ON_CPU
-        prompts = make_prompts(
-            tokenizer,
-            tasks=self.task or list(TASKS),
-            variants=cast(Sequence[Variant], self.variant or VARIANTS),
-            lengths=self.length or [4096],
-            count=count,
-            seed=self.seed,
+        lengths = self.length or [4096]
+        prompts = (
+            make_ruler_prompts(
+                tokenizer,
+                model,
+                tasks=self.task or list(read_tasks()),
+                lengths=lengths,
+                count=count,
+                seed=self.seed,
+                on_progress=on_progress,
+            )
+            if self.suite
+            else make_prompts(
+                tokenizer,
+                tasks=self.task or list(TASKS),
+                variants=cast(Sequence[Variant], self.variant or VARIANTS),
+                lengths=lengths,
+                count=count,
+                seed=self.seed,
+            )
         )
         chat = getattr(tokenizer, "chat", False)
-        details = {"seed": self.seed, "model": Path(model).name, "chat": chat}
+        details = {"suite": self.suite, "seed": self.seed, "model": Path(model).name, "chat": chat}
         return PromptSet(list(prompts), self.take_texts(tokenizer), details)
 
     def take_texts(self, tokenizer: Tokenizer) -> list[tuple[str, Tokens]]:
@@ -100,7 +131,12 @@ class QuestionOptions:
 class PromptOptions(QuestionOptions):
     """Which questions are asked, and which texts are read."""
 
-    texts: Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")] = 4
+    texts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Texts for perplexity; 0 skips it. By default 4, and 0 with a suite."
+        ),
+    ] = None
     text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
     texts_folder: Annotated[
         Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
@@ -109,17 +145,22 @@ class PromptOptions(QuestionOptions):
     def check(self, given: Path | None = None) -> None:
         """Raise a ValueError also where nothing is to be measured, or a folder has no texts."""
         super().check(given)
-        if self.prompts_per_task == 0 and not self.texts:
-            raise ValueError("nothing to measure: --prompts-per-task 0 and --texts 0")
-        if self.texts and self.texts_folder is not None:
+        if self.samples == 0 and not self._texts:
+            raise ValueError("nothing to measure: --samples 0 and --texts 0")
+        if self._texts and self.texts_folder is not None:
             read_texts(self.texts_folder)
 
     def take_texts(self, tokenizer: Tokenizer) -> list[tuple[str, Tokens]]:
         """Names and tokens of the texts for perplexity."""
-        if not self.texts:
+        if not self._texts:
             return []
         found = read_texts(self.texts_folder or fetch_texts())
-        return pick_texts(found, tokenizer, length=self.text_length, count=self.texts)
+        return pick_texts(found, tokenizer, length=self.text_length, count=self._texts)
+
+    @property
+    def _texts(self) -> int:
+        default = 0 if self.suite else 4
+        return default if self.texts is None else self.texts
 
 
 @dataclass(frozen=True)

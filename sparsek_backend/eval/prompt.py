@@ -20,6 +20,8 @@ VARIANTS: tuple[Variant, ...] = ("plain", "followed")
 FOLLOWED_BY = 600
 """Tokens between question and answer in the variant ``followed``."""
 SHORT_LEAD = "The answer is:"
+LONGEST_PIECE = 1 << 14
+"""Characters of the longest text whose tokens a tokenizer keeps."""
 LEAST_FILLER = 64
 """Tokens of filler that a prompt must have room for."""
 
@@ -61,7 +63,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of exactly ``length`` tokens."""
+    """A prompt of exactly ``length`` tokens; with a ``metric``, of as many, its answer included."""
 
     task: str
     variant: Variant
@@ -73,6 +75,14 @@ class Prompt:
     max_tokens: int  # to generate
     # first token and the one behind the last of every piece that the answer rests on
     evidence: tuple[tuple[int, int], ...]
+    # RULER's metric of a reply, by name; else the share of the answers that it contains
+    metric: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has the tokens that its length allows."""
+        found = len(self.ids)
+        return found + self.max_tokens <= self.length if self.metric else found == self.length
 
     @property
     def name(self) -> str:
@@ -90,7 +100,7 @@ class Prompt:
         content = hashlib.sha256(array("q", self.ids).tobytes())
         for tokens in (self.target, *chain.from_iterable(a.tokens for a in self.answers)):
             content.update(array("q", (-1, *tokens)).tobytes())
-        content.update(str(self.max_tokens).encode())
+        content.update(f"{self.max_tokens}{self.metric}".encode())
         return content.hexdigest()[:16]
 
 

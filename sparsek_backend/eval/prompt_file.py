@@ -6,7 +6,7 @@ each piece is written once:
     {"format": 1, "details": {...}, "pieces": [[1, 2], ...],
      "prompts": [{"task", "variant", "length", "index", "pieces": [0, 7, ...],
                   "answers": [{"text", "tokens": [[...], ...]}], "target": [...],
-                  "max_tokens", "evidence": [[start, end], ...]}],
+                  "max_tokens", "evidence": [[start, end], ...], "metric"}],
      "texts": [{"name", "ids": [...]}]}
 """
 
@@ -100,10 +100,11 @@ def _read(row: Mapping[str, Any], pieces: Sequence[Tokens]) -> Prompt:
         "target": tuple(row["target"]),
         "evidence": tuple((start, end) for start, end in row["evidence"]),
     }
-    prompt = Prompt(**{item.name: row[item.name] for item in fields(Prompt)} | read)
+    prompt = Prompt(
+        **{item.name: row[item.name] for item in fields(Prompt) if item.name in row} | read
+    )
     if prompt.variant not in VARIANTS:
         raise ValueError(f"variant {prompt.variant!r}")
-    found = sum(map(len, prompt.pieces))
-    if found != prompt.length:
-        raise ValueError(f"{prompt.name} has {found} tokens")
+    if not prompt.fits:
+        raise ValueError(f"{prompt.name} has {len(prompt.ids)} tokens")
     return prompt

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsek_backend.eval.prompt import Answer, Prompt, Tokens
+from sparsek_backend.extras import needing
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,19 @@ class Reply:
 class Score:
     """Accuracy of a reply, and the NLL of the right answer."""
 
-    accuracy: float  # share of the expected answers that it contains
-    correct: bool  # whether it contains all of them
+    accuracy: float  # share of the expected answers that it contains, or RULER's metric
+    correct: bool  # whether that is all
     nll: float  # mean negative log-likelihood of the right answer, nats per token
 
 
 def score_reply(prompt: Prompt, reply: Reply) -> Score:
     """Score a greedy reply by what it contains, and the right answer by its likelihood.
 
-    Text is compared where there is text, token ids elsewhere.
+    Text is compared where there is text, token ids elsewhere.  RULER's metrics are its authors'
+    code; without text, token ids stand in for it.
 
     Raises:
+        ImportError: a prompt asks for RULER's metric, and its package is not installed.
         ValueError: the reply has neither, or other than one log-probability for a target's token.
     """
     if len(reply.target_logprobs) != len(prompt.target):
@@ -41,12 +44,22 @@ def score_reply(prompt: Prompt, reply: Reply) -> Score:
             f"target_logprobs: expected {len(prompt.target)}, one for each token of the target, "
             f"got {len(reply.target_logprobs)}"
         )
-    found = [_contains(reply, answer) for answer in prompt.answers]
+    accuracy = _accuracy(prompt, reply)
     return Score(
-        accuracy=sum(found) / len(found),
-        correct=all(found),
+        accuracy=accuracy,
+        correct=accuracy == 1.0,
         nll=-math.fsum(reply.target_logprobs) / len(prompt.target),
     )
+
+
+def _accuracy(prompt: Prompt, reply: Reply) -> float:
+    if prompt.metric and reply.text is not None:
+        with needing("RULER's metric is in a package of its authors", extra="ruler"):
+            from long_context_eval.eval.synthetic import constants
+        metric = getattr(constants, f"{prompt.metric}_per_sample")
+        return float(metric([reply.text], [[answer.text for answer in prompt.answers]])[0]) / 100
+    found = [_contains(reply, answer) for answer in prompt.answers]
+    return float(any(found)) if prompt.metric == "string_match_part" else sum(found) / len(found)
 
 
 def _contains(reply: Reply, answer: Answer) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sparsek_backend.eval.prompt import Prompt, Tokens
+from sparsek_backend.eval.prompt import LONGEST_PIECE, Prompt, Tokens
 from sparsek_backend.eval.scoring import Reply
 
 _CONCURRENCY = 8
@@ -54,7 +54,9 @@ class ServedScorer:
         """Token ids without special tokens."""
         tokens = self._known.get(text)
         if tokens is None:
-            tokens = self._known[text] = self._tokenize(text, special=False)
+            tokens = self._tokenize(text, special=False)
+            if len(text) <= LONGEST_PIECE:
+                self._known[text] = tokens
         return tokens
 
     def frame(self) -> tuple[Tokens, Tokens]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsek_backend.eval.prompt import Tokens
+from sparsek_backend.eval.prompt import LONGEST_PIECE, Tokens
 from sparsek_backend.extras import needing
 
 _USER = "\u2063user words\u2063"  # stands for the user's words in a rendered chat template
@@ -49,7 +49,7 @@ class HubTokenizer:
         tokens = self._known.get(text)
         if tokens is None:
             tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-            if len(self._known) < _LARGEST_CACHE:
+            if len(self._known) < _LARGEST_CACHE and len(text) <= LONGEST_PIECE:
                 self._known[text] = tokens
         return tokens
 

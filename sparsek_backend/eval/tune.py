@@ -88,7 +88,7 @@ def tune(
         asks, file = take_prompts(prompts, asked, tokenizer, model, out / "prompts.json.gz")
         kinds = Counter((one.task, one.variant, one.length) for one in asks.prompts)
         if (fewest := min(kinds.values(), default=0)) < 2:  # an interval of one has no width
-            raise ValueError(f"prompts-per-task: expected at least 2 prompts each, got {fewest}")
+            raise ValueError(f"samples: expected at least 2 prompts each, got {fewest}")
         lengths = sorted({prompt.length for prompt in asks.prompts})
         some = {k: parse_budget(pair(k, k)) for k in size or SIZES}
         sizes = [k for k, budget in some.items() if budget.decode_share(lengths[0]) < 1.0]

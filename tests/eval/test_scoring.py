@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,27 @@ def test_a_reply_is_scored_by_what_it_contains(
     tokens: tuple[int, ...] | None, text: str | None, accuracy: float
 ) -> None:
     score = score_reply(PROMPT, Reply(tokens, text, LOGPROBS))
+    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("metric", "tokens", "text", "accuracy"),
+    [
+        ("string_match_all", None, "they are AB, then cd", 1.0),  # in any case
+        ("string_match_all", None, "only cd", 0.5),
+        ("string_match_part", None, "only cd", 1.0),
+        ("string_match_part", None, "neither", 0.0),
+        ("string_match_all", (3, 4), None, 0.5),
+        ("string_match_part", (3, 4), None, 1.0),
+        ("string_match_part", (4, 3), None, 0.0),
+    ],
+)
+def test_rulers_metrics_score_a_reply(
+    metric: str, tokens: tuple[int, ...] | None, text: str | None, accuracy: float
+) -> None:
+    answers = (Answer("ab", ((1, 2),)), Answer("CD", ((3, 4),)))
+    prompt = replace(PROMPT, answers=answers, metric=metric)
+    score = score_reply(prompt, Reply(tokens, text, LOGPROBS))
     assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0))
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,51 +14,13 @@ from sparsek_backend.eval.cli import app
 from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.served import ServedScorer, ServerError
-
-
-class Endpoint(BaseHTTPRequestHandler):
-    """The three routes that the evaluation uses, over a byte-level model."""
-
-    logprobs = True
-    models: object = {"data": [{"id": "served"}]}
-
-    def do_GET(self) -> None:
-        self._send(self.models)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
-            begin = [1] if body["add_special_tokens"] else []
-            self._send({"tokens": begin + list(body["prompt"].encode())})
-            return
-        if len(body["prompt"]) > 5000:
-            self._send({"error": "too long for this model"}, 400)
-            return
-        found = re.findall(r"number of the \S+ is (\d+)\.", bytes(body["prompt"]).decode())
-        choice: dict[str, Any] = {"text": f" {found[-1]}. ok" if found else " 12345. ok"}
-        if "prompt_logprobs" in body and self.logprobs:
-            tokens = body["prompt"]
-            choice["prompt_logprobs"] = [None] + [{str(t): {"logprob": -t}} for t in tokens[1:]]
-        self._send({"choices": [choice]})
-
-    def _send(self, answer: object, status: int = 200) -> None:
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        """Keep the test's output clean."""
+from tests.eval.endpoint import Endpoint, serving
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    with serving() as address:
+        yield address
 
 
 def test_a_server_is_scored_through_its_api(url: str) -> None:
@@ -146,9 +105,12 @@ URL = "http://127.0.0.1:1/v1"
         (["--served-model", "x"], "with --base-url only"),
         (["--budget", "blocks"], "expected dense"),
         (["--out", __file__], "File exists"),
-        (["--texts", "0", "--prompts-per-task", "0"], "nothing to measure"),
+        (["--texts", "0", "--samples", "0"], "nothing to measure"),
         (["--task", "passkey"], "expected one of single"),
         (["--task", "single", "--task", "single"], "given twice"),
+        (["--suite", "longbench"], "suite: expected ruler"),
+        (["--suite", "ruler", "--task", "single"], "expected one of niah_single_1, "),
+        (["--suite", "ruler", "--variant", "plain"], "drop --variant"),
         (["--variant", "late"], "expected one of plain, followed"),
         (["--prompts", "absent.json", "--seed", "1"], "drop --seed, --texts-folder"),
         (["--model", "."], "a folder with a tokenizer"),

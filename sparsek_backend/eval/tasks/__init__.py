@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from sparsek_backend.eval.filler import make_pool
 from sparsek_backend.eval.prompt import Draft, Prompt, Tokenizer, Variant, fit
@@ -39,11 +39,11 @@ TASKS: dict[str, Callable[[Source], Draft]] = {
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def check_tasks(names: Sequence[str]) -> None:
+def check_tasks(names: Sequence[str], known: Collection[str] = TASKS) -> None:
     """Raise a ValueError for a name that no task has."""
     for name in names:
-        if name not in TASKS:
-            raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+        if name not in known:
+            raise ValueError(f"task: expected one of {', '.join(known)}, got {name!r}")
 
 
 def make_prompts(
