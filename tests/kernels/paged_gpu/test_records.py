@@ -118,6 +118,18 @@ def test_the_same_records_in_any_order(
     check_bytes(whole, lengths)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+def test_both_kernels_write_the_same_bytes(dim: int, dtype: torch.dtype) -> None:
+    """A page's record does not tell whether a prompt's chunk or a decoded token completed it."""
+    lengths, found = [640, 130], []
+    for write in (write_records, write_together):
+        pages = make_pages(lengths, dim=dim, dtype=dtype, device=DEVICE)
+        pages.step([0, 0], lengths, write)
+        found.append(pages.records)
+    assert torch.equal(*found)
+
+
 @both_writers
 def test_drafts_that_are_taken_back(write: Write) -> None:
     pages = make_pages([70, 140], device=DEVICE)

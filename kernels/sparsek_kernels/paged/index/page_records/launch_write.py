@@ -36,6 +36,14 @@ def write_records(k_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.T
         BLOCK_Q=block_q,
         PAGE_SIZE=page_size,
         TOKENS=together,
-        # A thread has 16 bytes of each quarter of a row.
-        num_warps=min(max(block_q * k_cache.element_size() // 16, 1), 8),
+        num_warps=record_warps(k_cache),
     )
+
+
+def record_warps(k_cache: torch.Tensor) -> int:
+    """Warps that write a record: a thread has 16 bytes of each quarter of a row.
+
+    All kernels that write records have as many, and so add up in one order.
+    """
+    bytes_of_quarter = next_power_of_2(k_cache.shape[3] // 4) * k_cache.element_size()
+    return min(max(bytes_of_quarter // 16, 1), 8)
