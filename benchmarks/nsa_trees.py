@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +49,25 @@ def decode_rows(machine: Any, budget_ms: float) -> Iterator[Any]:
 
 
 def forward_rows(machine: Any, budget_ms: float) -> Iterator[Any]:
-    """A forward pass without gradients, called from Python and, at 8k, replayed from a graph."""
+    """A forward pass without gradients, called from Python and, at 8k, replayed from a graph.
+
+    Neighbours select alike where queries are correlated.
+    """
     import nsa
     import torch
 
     from sparsek_backend.bench.timing import make_timed, time_interleaved
     from sparsek_kernels import nsa_attention
 
-    for heads, kv_heads in HEADS:
-        tensors = nsa.inputs(heads, kv_heads, 1280, "random")
+    for (heads, kv_heads), kind in product(HEADS, ("random", "correlated")):
+        tensors = nsa.inputs(heads, kv_heads, 1280, kind)
         with torch.no_grad():
             out, chosen = nsa_attention(*tensors, return_block_indices=True)
             exact = nsa_attention(*(x.double() for x in tensors), block_indices=chosen)
         error = float((out.double() - exact).norm() / exact.norm())
         detail = f"relative error {error:.1e}, bound 1e-2"
         for tokens in FORWARDS:
-            one = nsa.Comparison("forward", f"{heads}x{kv_heads}:{tokens}", [])
+            one = nsa.Comparison("forward", f"{heads}x{kv_heads}:{tokens}", [], kind)
             row = dataclasses.replace(
                 one.row("nsa_forward"), detail=detail, **dataclasses.asdict(machine)
             )
@@ -71,7 +75,7 @@ def forward_rows(machine: Any, budget_ms: float) -> Iterator[Any]:
                 yield dataclasses.replace(row, status="gate failed")
                 continue
             inputs, timed = one.tensors, []
-            for name in PROVIDERS:
+            for name in PROVIDERS if kind == "random" else PROVIDERS[:1]:
                 call = nsa.provider_call(one, name, inputs)
                 for graph in (False, True) if tokens == "8k" else (False,):
                     made = make_timed(call, timing="cold", device=nsa.CUDA, graph=graph)

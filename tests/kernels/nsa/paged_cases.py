@@ -117,6 +117,7 @@ class Case:
     steps: int = 6
     query_len: int = 1
     overlap: bool = False
+    masses: int = 1 << 24
 
 
 WIDE = NSAConfig(cmp_block_size=8, cmp_stride=4, sel_block_size=32, top_n=5, window_size=20)
@@ -136,6 +137,7 @@ CASES = [
     Case("no initial block", (170,), replace(SMALL, num_init_blocks=0, num_local_blocks=1)),
     Case("speculating", (171, 40, 66), steps=3, query_len=3),
     Case("overlapping", (171, 40, 66), steps=3, query_len=3, overlap=True),
+    Case("a token a launch", (171, 40, 66), steps=3, query_len=3, masses=1),
     Case("several programs a token", (1100,), heads=(2, 1), steps=2, overlap=True),
 ]
 
@@ -145,7 +147,7 @@ def error(case: Case) -> float:
     layer = make_layer(case.config, case.heads, case.dim)
     tokens = [make_tokens(length, layer, i) for i, length in enumerate(case.lengths)]
     paged = KernelLayer(layer, case.page_size, 40)
-    paged.overlap = case.overlap
+    paged.overlap, launch_paged._SCRATCH_MASSES = case.overlap, case.masses
     taken = [i % case.query_len + 1 for i in range(len(tokens))]
     for i, rows in enumerate(tokens):
         if (first := rows.shape[0] - case.steps * taken[i]) > 0:

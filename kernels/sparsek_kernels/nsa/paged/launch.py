@@ -45,6 +45,8 @@ _LAST_WEIGHT_BYTES = 1 << 15  # of its second layer
 _COMPRESS_STAGES = 7
 _COMPRESS_WARPS = 8
 _MOST_SPLITS = 32
+_SCRATCH_MASSES = 1 << 24
+"""Masses of blocks that are held at once (64 MiB); tokens beyond wait for the next launch."""
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -62,8 +64,14 @@ def decode(problem: PagedProblem, out: torch.Tensor) -> None:
     ``out`` is ``[T, 3, Hq, D]``.
     """
     _compress(problem)
-    cmp_splits, tile_keys, chosen = _attend_compressed(problem, out[:, 0])
-    _attend(problem, out, cmp_splits, tile_keys, chosen)
+    batch, spec, heads = problem.batch, problem.spec, problem.pages.num_kv_heads
+    tiles = batch.num_decodes * batch.decode_query_len
+    blocks = 2 * spec.num_selectable(batch.max_seq_len) * next_power_of_2(problem.group) * heads
+    step = max(_SCRATCH_MASSES // max(blocks, 1), 1)
+    for first in range(0, tiles, step):
+        part = (first, min(step, tiles - first))
+        cmp_splits, tile_keys, chosen = _attend_compressed(problem, out[:, 0], part)
+        _attend(problem, out, part, cmp_splits, tile_keys, chosen)
 
 
 def _compress(problem: PagedProblem) -> None:
@@ -100,8 +108,12 @@ def _compress(problem: PagedProblem) -> None:
     )  # fmt: skip
 
 
-def _attend_compressed(problem: PagedProblem, out: torch.Tensor) -> tuple[int, int, torch.Tensor]:
+def _attend_compressed(
+    problem: PagedProblem, out: torch.Tensor, part: tuple[int, int]
+) -> tuple[int, int, torch.Tensor]:
     """Compressed attention, and the blocks that it chooses, flat ``[T, Hkv, top_n]`` int32.
+
+    ``part``: the first of the tokens that are served, and how many there are.
 
     Returns the splits, the compressed blocks of a tile, and the chosen blocks.  With more than one
     split the shares of the output wait in the workspaces.
@@ -115,7 +127,8 @@ def _attend_compressed(problem: PagedProblem, out: torch.Tensor) -> tuple[int, i
     per_tile = block_n // width
     tile_keys = per_tile * spec.strides_per_sel
     live = next_power_of_2(problem.group)
-    places = batch.num_decodes * batch.decode_query_len * heads
+    first, tiles = part
+    places = tiles * heads
     rows = places * live
     most_tiles = max(ceil_div(spec.num_compressed(batch.max_seq_len), tile_keys), 1)
     programs = TILES.cmp_programs * multiprocessors(q.device)
@@ -123,14 +136,14 @@ def _attend_compressed(problem: PagedProblem, out: torch.Tensor) -> tuple[int, i
     reached = most_tiles * per_tile
     warps = TILES.cmp_warps if reached <= 2048 else 8 if reached <= 8192 else 16
     chosen = workspace(q.device, "nsa chosen", q.shape[0] * heads * spec.top_n, torch.int32)
-    part, state = _shares(q.device, "nsa compressed", rows * splits, block_d)
-    nsa_paged_compressed_kernel[(places // heads, heads, splits)](
-        chosen, out, part, state,
+    shares = _shares(q.device, "nsa compressed", rows * splits, block_d)
+    nsa_paged_compressed_kernel[(tiles, heads, splits)](
+        chosen, out, *shares,
         workspace(q.device, "nsa masses", 2 * rows * (most_tiles + 1) * per_tile, torch.float32),
         workspace(q.device, "nsa weights", rows * most_tiles, torch.float32),
         workspace(q.device, "nsa compressed tickets", places, torch.int32), q, pages.k_cmp,
         pages.v_cmp, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, problem.softmax_scale,
-        splits, most_tiles,
+        first, splits, most_tiles,
         *(out.stride(0), out.stride(1)), *q.stride()[:2], *pages.k_cmp.stride()[:3],
         *pages.v_cmp.stride()[:3],
         batch.block_table.stride(0),
@@ -148,14 +161,20 @@ def _attend_compressed(problem: PagedProblem, out: torch.Tensor) -> tuple[int, i
 
 
 def _attend(
-    problem: PagedProblem, out: torch.Tensor, cmp_splits: int, tile_keys: int, chosen: torch.Tensor
+    problem: PagedProblem,
+    out: torch.Tensor,
+    part: tuple[int, int],
+    cmp_splits: int,
+    tile_keys: int,
+    chosen: torch.Tensor,
 ) -> None:
     """The chosen blocks and the window, and the sum of what compressed attention left."""
     q, pages, batch, spec = problem.q, problem.pages, problem.batch, problem.spec
     _, heads, page_size, dim = pages.k_slc.shape
     block_m, block_d, live = _padded(problem.group), _padded(dim), next_power_of_2(problem.group)
     block_n = TILES.rows if dim <= 128 else TILES.rows // 2
-    places = batch.num_decodes * batch.decode_query_len * heads
+    first, tiles = part
+    places = tiles * heads
     pieces = [
         ceil_div(min(n, batch.max_seq_len), block_n)
         for n in (problem.window_size, spec.top_n * spec.sel_block_size)
@@ -164,13 +183,14 @@ def _attend(
     share = max(ceil_div(sum(pieces), each), ceil_div(max(pieces), _MOST_SPLITS))
     window_splits, selected_splits = (ceil_div(n, share) for n in pieces)
     width = window_splits + selected_splits
-    cmp_part, cmp_state = _shares(q.device, "nsa compressed", places * cmp_splits * live, block_d)
-    part, state = _shares(q.device, "nsa attend", places * width * live, block_d)
-    nsa_paged_attend_kernel[(places // heads, heads, width + (cmp_splits > 1))](
-        out, part, state, workspace(q.device, "nsa attend tickets", places * 2, torch.int32),
-        cmp_part, cmp_state, chosen, q, pages.k_slc, pages.v_slc, pages.k_swa, pages.v_swa,
+    cmp_shares = _shares(q.device, "nsa compressed", places * cmp_splits * live, block_d)
+    shares = _shares(q.device, "nsa attend", places * width * live, block_d)
+    nsa_paged_attend_kernel[(tiles, heads, width + (cmp_splits > 1))](
+        out, *shares, workspace(q.device, "nsa attend tickets", places * 2, torch.int32),
+        *cmp_shares, chosen, q, pages.k_slc, pages.v_slc, pages.k_swa, pages.v_swa,
         batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
-        problem.softmax_scale, problem.window_size, cmp_splits, window_splits, selected_splits,
+        problem.softmax_scale, problem.window_size, first, cmp_splits, window_splits,
+        selected_splits,
         *out.stride()[:3], *q.stride()[:2],
         *pages.k_slc.stride()[:3], *pages.v_slc.stride()[:3],
         *pages.k_swa.stride()[:3], *pages.v_swa.stride()[:3],

@@ -49,11 +49,15 @@ def _store_sum(
     )
 
 
-@triton.jit(do_not_specialize=["cmp_splits", "window_splits", "selected_splits", "window_size"])
+@triton.jit(
+    do_not_specialize=[
+        *("window_size", "first_tile", "cmp_splits", "window_splits", "selected_splits"),
+    ]
+)
 def nsa_paged_attend_kernel(
     out_ptr, part_ptr, state_ptr, ticket_ptr, cmp_part_ptr, cmp_state_ptr, chosen_ptr, q_ptr,
     k_slc_ptr, v_slc_ptr, k_swa_ptr, v_swa_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    scale, window_size, cmp_splits, window_splits, selected_splits,
+    scale, window_size, first_tile, cmp_splits, window_splits, selected_splits,
     stride_ot, stride_ob, stride_oh,
     stride_qt, stride_qh,
     stride_ksp, stride_ksh, stride_kst,
@@ -80,7 +84,7 @@ def nsa_paged_attend_kernel(
     program = tl.program_id(2)
     is_window = program < window_splits
     request, _base, pos, high, token_of_zero = tile_span(
-        tile, seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TILES_PER_REQUEST, 1
+        first_tile + tile, seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TILES_PER_REQUEST, 1
     )
     if OVERLAP and (is_window == 0) | (high < pos):
         tl.extra.cuda.gdc_wait()

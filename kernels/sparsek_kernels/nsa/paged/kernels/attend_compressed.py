@@ -82,11 +82,11 @@ def _choose(
         store_best(out, score, num_free, num_init, first_local, FREE, BLOCK_O)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["first_tile", "splits"])
 def nsa_paged_compressed_kernel(
     chosen_ptr, out_ptr, part_ptr, state_ptr, mass_ptr, weight_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr,
     block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    scale, splits, most_tiles,
+    scale, first_tile, splits, most_tiles,
     stride_ot, stride_oh,
     stride_qt, stride_qh,
     stride_kp, stride_kh, stride_kc,
@@ -101,6 +101,8 @@ def nsa_paged_compressed_kernel(
     NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: one decoded token and KV head, one share of the compressed blocks it sees.
+
+    Tokens are those from tile ``first_tile`` on, ``TILES_PER_REQUEST`` tiles for each request.
 
     The program that draws a token's last ticket knows the log-sum-exps and chooses the token's
     blocks, ``chosen [T, Hkv, TOP_N]``.  With one split it has the output too; else the kernel that
@@ -119,7 +121,7 @@ def nsa_paged_compressed_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     request, _base, pos, high, token_of_zero = tile_span(
-        tile, seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TILES_PER_REQUEST, 1
+        first_tile + tile, seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TILES_PER_REQUEST, 1
     )
     if high < pos:
         if OVERLAP:
@@ -146,7 +148,9 @@ def nsa_paged_compressed_kernel(
     )
     begin = split * per_split
     end = tl.minimum(begin + per_split, num_tiles)
-    stored = compressed_visible(pos - tile % TILES_PER_REQUEST - 1, CMP_BLOCK, CMP_STRIDE)
+    stored = compressed_visible(
+        pos - (first_tile + tile) % TILES_PER_REQUEST - 1, CMP_BLOCK, CMP_STRIDE
+    )
     ready = tl.maximum(tl.minimum(stored // TILE_KEYS, end), begin)
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head.to(tl.int64) * stride_kh
