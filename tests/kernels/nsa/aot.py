@@ -33,8 +33,10 @@ from sparsek_kernels.nsa.gate import launch as launch_gate
 from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.select import launch_fused as launch_compressed_select
+from sparsek_kernels.nsa.selected import index as launch_index
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd
 from sparsek_kernels.nsa.selected import launch_fwd as launch_selected
+from sparsek_kernels.nsa.selected import share as launch_share
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
@@ -42,13 +44,15 @@ from tests.kernels.barriers import require_lasting_barriers
 MODULES = (
     *(launch_compress, launch_compressed),
     *(launch_compressed_hopper, launch_compressed_select),
-    *(launch_gate, launch_select, launch_selected, launch_selected_bwd),
+    *(launch_gate, launch_select, launch_selected, launch_index, launch_share),
+    launch_selected_bwd,
 )
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 Launch = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 

@@ -1,14 +1,21 @@
-"""The choice of the best blocks alone, from given scores or block sums."""
+"""The choice of the best blocks alone, by scores or block sums, and what neighbours share."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
+from itertools import product
 
 import torch
 
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
+from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.select import launch_fused as launch_compressed_select
+from sparsek_kernels.nsa.selected.index import build_index
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
+from sparsek_kernels.nsa.selected.share import share
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.nsa.judge import Judge
 
@@ -66,4 +73,105 @@ def run_summed(device: str) -> int:
     want = torch.cat((best, forced), 2).sort(2).values.int()
     judge.say(torch.equal(found[0, first:].cpu(), want), "selection", f"{rows} rows")
     judge.say(bool((found[0, :first] == -7).all()), "other rows", "untouched")
+    return judge.failed
+
+
+def run_share(group: int, device: str) -> int:
+    """Check which blocks tiles share, and that all other far blocks are in the index."""
+    torch.manual_seed(group)
+    judge, (rows, heads, top_n, size) = Judge(f"shared of {group}"), (150, 2, 6, 8)
+    q = torch.zeros(1, rows, heads * group, 16, device=device)
+    k = q[:, :, :heads]
+    ranks = torch.rand(1, rows, heads, 19).masked_fill_(torch.arange(19) > 12, -1.0)
+    ranks += 0.4 * torch.rand(1, 1, heads, 19)  # so that neighbours agree on some
+    own = torch.arange(rows).view(1, -1, 1, 1) // size
+    chosen = ranks.masked_fill(torch.arange(19) > own, -1.0).topk(top_n)
+    indices = torch.where(chosen.values >= 0, chosen.indices, -1).int().to(device)
+    problem = SelectedProblem(q, k, k, indices, None, size, 1.0)
+    config = replace(problem.config, index_rows=21)
+    problem = replace(problem, tuned=config)
+    found = share(problem, TileConfig(64, size, 4, 2), 2)
+    if found is None:
+        judge.say(group == 1, "nothing", "too many entries")
+        return judge.failed
+    block_t, launch_rows = 64 // group, 42
+    least = max(block_t // 2, 2)
+    keys = [[-(-rows // 21) * heads * 19] * top_n for _ in range(rows * heads)]
+    far = torch.zeros(rows, heads, dtype=torch.int32)
+    good, shared, single = True, 0, 0
+    starts = [
+        (first, start)
+        for first in range(0, rows, launch_rows)
+        for start in range(first, first + found.launch_tiles * block_t, block_t)
+    ]
+    for tile, (first, start) in enumerate(starts):
+        tokens = range(min(start, rows), min(start + block_t, first + launch_rows, rows))
+        for head in range(heads):
+            listed = {t: indices[0, t, head].tolist() for t in tokens}
+            named = [b for t in tokens for b in listed[t] if 0 < b < t // size - 1]
+            times = Counter(named)
+            want = list(dict.fromkeys(b for b in named if times[b] >= least))
+            count, places = found.counts[tile, head].tolist()
+            good &= found.lists[tile, head, :count].tolist() == want
+            union = 0
+            for t in tokens:
+                for s, b in enumerate(listed[t]):
+                    if 0 < b < t // size - 1 and times[b] < least:
+                        keys[t * heads + head][s] = (t // 21 * heads + head) * 19 + b
+                        far[t, head] |= 1 << s
+                union |= int(far[t, head])
+            good &= places == union
+            shared += len(want)
+            single += union.bit_count()
+    judge.say(good, "lists and places", f"{shared} shared, {single} places")
+    judge.say(shared > 0 and single > 0, "both kinds", "there")
+    judge.say(torch.equal(found.far.cpu(), far), "bits", f"{rows} rows")
+    same = found.keys.cpu() == torch.tensor(keys).flatten()
+    judge.say(bool(same.all()), "keys", f"{len(same)} places")
+    return judge.failed
+
+
+def run_index(packed: bool, far_only: bool, device: str) -> int:
+    """Check that the index inverts a selection."""
+    torch.manual_seed(0)
+    judge = Judge(f"index {'packed' if packed else 'batch'}{' far' if far_only else ''}")
+    batch, rows, heads, slots, size = (1, 60, 2, 3, 8) if packed else (2, 30, 2, 3, 8)
+    offsets = torch.tensor([0, 17, 17, 60], dtype=torch.int32).to(device) if packed else None
+    seq_of = [0] * 17 + [2] * 43
+    chosen = torch.rand(batch, rows, heads, 8).argsort(-1)[..., :slots].int()
+    limit = 3 if packed else 4
+    chosen = torch.where((chosen < limit) & (torch.rand(chosen.shape) < 0.7), chosen, -1)
+    q, k = torch.empty(batch, rows, heads, 1), torch.empty(batch, rows, heads, 1)
+    problem = SelectedProblem(
+        q.to(device), k.to(device), k.to(device), chosen.to(device), offsets, size, 1.0
+    )
+    index = build_index(problem, 25, 5, far_only)
+    found, good = set(), True
+    flat = chosen.flatten().tolist()
+    starts = torch.tensor([(0, 17, 17)[seq] for seq in seq_of]) if packed else torch.zeros(rows)
+    own = ((torch.arange(rows) - starts) // size).view(1, rows, 1, 1)
+    far = (chosen > 0) & (chosen < own - 1) if far_only else chosen >= 0
+    for chunk, head, block in product(
+        range(index.num_chunks), range(heads), range(index.num_blocks)
+    ):
+        key = (chunk * heads + head) * index.num_blocks + block
+        lo, hi = index.entry_offsets[key : key + 2].tolist()
+        first, last = index.item_offsets[key : key + 2].tolist()
+        good &= last - first == -(-(hi - lo) // 5)
+        good &= bool((index.item_keys[first:last] == key).all())
+        entries = index.entries[lo:hi].tolist()
+        good &= entries == sorted(entries)
+        local = block - int(index.cu_blocks[index.block_seq[block]])
+        for place, entry in enumerate(entries, lo):
+            row, at_head = entry // (heads * slots), entry // slots % heads
+            seq = seq_of[row] if packed else row // rows
+            good &= (row // 25, at_head) == (chunk, head)
+            good &= flat[entry] == local
+            good &= int(index.entry_rows[place]) == row % rows
+            good &= int(index.block_seq[block]) == seq
+            found.add(entry)
+    judge.say(good, "keys, items and entries", f"{len(found)} entries")
+    judge.say(bool((index.item_keys[last:] == key + 1).all()), "no more items", f"after {last}")
+    same = found == set(far.flatten().nonzero().flatten().tolist())
+    judge.say(same and (bool(found) or far_only), "all of them", "listed")
     return judge.failed

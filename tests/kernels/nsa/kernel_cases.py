@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
 from tests.kernels.interpreter import hasten_interpreter
 from tests.kernels.nsa import reference as ref
-from tests.kernels.nsa.choice_cases import run_best, run_summed
+from tests.kernels.nsa.choice_cases import run_best, run_index, run_share, run_summed
 from tests.kernels.nsa.judge import Judge
 
 PORTABLE: dict[str, Any] = dict.fromkeys(
@@ -97,6 +97,7 @@ HOPPER = [
     Case("g8-dim128", 230, (8, 1), 128, FULL, BF16),
     Case("g1-batch2-strided", 193, (2, 2), 64, FEW, BF16, batch=2, strided=True),
     Case("packed", (1, 150, 0, 64, 65, 70), (4, 1), 64, FEW, BF16),
+    Case("g16-shares", 470, (16, 1), 64, FEW, BF16),
 ]
 
 
@@ -457,6 +458,9 @@ def main() -> int:
             for num_init in (0, 1):
                 failed += run_best(num_blocks, num_init, args.device)
         failed += run_summed(args.device)
+        kinds = product((False, True), repeat=2)
+        failed += sum(run_index(*kind, args.device) for kind in kinds)
+        failed += sum(run_share(group, args.device) for group in (16, 4, 1))
     print(f"{failed} failed")
     return 1 if failed else 0
 

@@ -17,8 +17,6 @@ from sparsek_kernels.nsa.api import (
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.compressed.launch_sm90 import query_segments
 from sparsek_kernels.nsa.config import ProblemShape, select_config
-from sparsek_kernels.nsa.selected.index import build_index
-from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 
 Q = torch.zeros(1, 70, 4, 8)
@@ -250,43 +248,3 @@ def test_segments_cover_the_queries(tokens: int) -> None:
     assert count <= 32
     assert rows % 2048 == 0
     assert (count - 1) * rows < tokens <= count * rows
-
-
-@pytest.mark.parametrize("far_only", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_index_inverts_the_selection(packed: bool, far_only: bool) -> None:
-    torch.manual_seed(0)
-    batch, rows, heads, slots, size = (1, 60, 2, 3, 8) if packed else (2, 30, 2, 3, 8)
-    offsets = cu(0, 17, 17, 60) if packed else None
-    seq_of = [0] * 17 + [2] * 43
-    chosen = torch.rand(batch, rows, heads, 8).argsort(-1)[..., :slots].int()
-    limit = 3 if packed else 4
-    chosen = torch.where((chosen < limit) & (torch.rand(chosen.shape) < 0.7), chosen, -1)
-    q, k = torch.empty(batch, rows, heads, 1), torch.empty(batch, rows, heads, 1)
-    index = build_index(SelectedProblem(q, k, k, chosen, offsets, size, 1.0), 25, 5, far_only)
-    found = set()
-    flat = chosen.flatten().tolist()
-    starts = torch.tensor([(0, 17, 17)[seq] for seq in seq_of]) if packed else torch.zeros(rows)
-    own = ((torch.arange(rows) - starts) // size).view(1, rows, 1, 1)
-    far = (chosen > 0) & (chosen < own - 1) if far_only else chosen >= 0
-    for chunk in range(index.num_chunks):
-        for head in range(heads):
-            for block in range(index.num_blocks):
-                key = (chunk * heads + head) * index.num_blocks + block
-                lo, hi = index.entry_offsets[key : key + 2].tolist()
-                first, last = index.item_offsets[key : key + 2].tolist()
-                assert last - first == -(-(hi - lo) // 5)
-                assert (index.item_keys[first:last] == key).all()
-                entries = index.entries[lo:hi].tolist()
-                assert entries == sorted(entries)
-                local = block - int(index.cu_blocks[index.block_seq[block]])
-                for entry in entries:
-                    row, at_head = entry // (heads * slots), entry // slots % heads
-                    seq = seq_of[row] if packed else row // rows
-                    assert (row // 25, at_head) == (chunk, head)
-                    assert flat[entry] == local
-                    assert int(index.entry_rows[lo + entries.index(entry)]) == row % rows
-                    assert int(index.block_seq[block]) == seq
-                    found.add(entry)
-    assert found == set(far.flatten().nonzero().flatten().tolist())
-    assert found or far_only

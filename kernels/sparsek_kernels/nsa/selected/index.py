@@ -10,8 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 
+from sparsek_kernels.nsa.selected.kernels.index import (
+    nsa_index_items_kernel,
+    nsa_index_keys_kernel,
+)
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
+
+_BLOCK = 512
+_ALIGNED = 64
 
 
 @dataclass(frozen=True)
@@ -44,35 +52,28 @@ def _block_tables(problem: SelectedProblem) -> tuple[torch.Tensor, torch.Tensor,
     if cu_seqlens is None:
         per_seq = -(-num_k // sel_block_size)
         cu_blocks = torch.arange(batch + 1, dtype=torch.int32, device=device) * per_seq
-        num_blocks = per_seq * batch
-    else:
-        counts = -(-(cu_seqlens[1:] - cu_seqlens[:-1]) // sel_block_size)
-        cu_blocks = torch.zeros_like(cu_seqlens)
-        cu_blocks[1:] = torch.cumsum(counts, 0, dtype=torch.int32)
-        num_blocks = num_k // sel_block_size + cu_seqlens.shape[0] - 1
+        block = torch.arange(per_seq * batch, dtype=torch.int32, device=device)
+        return cu_blocks, block // max(per_seq, 1), per_seq * batch
+    counts = -(-(cu_seqlens[1:] - cu_seqlens[:-1]) // sel_block_size)
+    cu_blocks = torch.zeros_like(cu_seqlens)
+    cu_blocks[1:] = torch.cumsum(counts, 0, dtype=torch.int32)
+    num_blocks = num_k // sel_block_size + cu_seqlens.shape[0] - 1
     block = torch.arange(num_blocks, dtype=torch.int32, device=device)
     seq = torch.searchsorted(cu_blocks[1:], block, right=True, out_int32=True)
     return cu_blocks, seq.clamp_(max=cu_blocks.shape[0] - 2), num_blocks
 
 
-def build_index(
-    problem: SelectedProblem, chunk_rows: int, item_entries: int, far_only: bool = False
-) -> InverseIndex:
-    """Invert the selection of ``problem``; deterministic, no synchronisation.
-
-    Args:
-        problem: whose ``block_indices`` are inverted.
-        chunk_rows: rows of ``[B * N]`` that a chunk has.
-        item_entries: most queries that an item has.
-        far_only: leave out blocks that are near to their query: its own, the one before and the
-            first of the sequence (and blocks of the future).
-    """
+def _keys(
+    problem: SelectedProblem,
+    chunk_rows: int,
+    far_only: bool,
+    cu_blocks: torch.Tensor,
+    num_blocks: int,
+    num_keys: int,
+) -> torch.Tensor:
+    """The key of each place in ``block_indices``; ``num_keys`` where the index has none."""
     batch, num_q, num_kv_heads, top_n = problem.block_indices.shape
-    cu_seqlens, device = problem.cu_seqlens, problem.q.device
-    cu_blocks, block_seq, num_blocks = _block_tables(problem)
-    rows = batch * num_q
-    num_chunks = -(-rows // chunk_rows)
-    num_keys = num_chunks * num_kv_heads * num_blocks
+    cu_seqlens, device, rows = problem.cu_seqlens, problem.q.device, batch * num_q
     row = torch.arange(rows, dtype=torch.int32, device=device)
     if cu_seqlens is None:
         seq = row // num_q
@@ -88,22 +89,58 @@ def build_index(
     if far_only:
         own = pos // problem.sel_block_size
         listed = (chosen > 0) & (chosen < (own - 1)[:, None, None])
-    keys = torch.where(listed, base[..., None] + chosen, num_keys).view(-1)
-    ordered, entries = torch.sort(keys, stable=True)
-    edges = torch.arange(num_keys + 1, dtype=torch.int32, device=device)
-    entry_offsets = torch.searchsorted(ordered, edges, out_int32=True)
-    counts = entry_offsets[1:] - entry_offsets[:-1]
-    item_offsets = torch.zeros_like(entry_offsets)
-    item_offsets[1:] = torch.cumsum(-(-counts // item_entries), 0, dtype=torch.int32)
-    chunk_entries = min(chunk_rows, rows) * num_kv_heads * top_n
+    return torch.where(listed, base[..., None] + chosen, num_keys).view(-1)
+
+
+def build_index(
+    problem: SelectedProblem,
+    chunk_rows: int,
+    item_entries: int,
+    far_only: bool = False,
+    keys: torch.Tensor | None = None,
+) -> InverseIndex:
+    """Invert the selection of ``problem``; deterministic, no synchronisation.
+
+    Args:
+        problem: whose ``block_indices`` are inverted.
+        chunk_rows: rows of ``[B * N]`` that a chunk has.
+        item_entries: most queries that an item has.
+        far_only: leave out blocks that are near to their query: its own, the one before and the
+            first of the sequence (and blocks of the future).
+        keys: of all places in ``block_indices``, int32, where a kernel has written them.
+    """
+    batch, num_q, num_kv_heads, top_n = problem.block_indices.shape
+    device = problem.q.device
+    cu_blocks, block_seq, num_blocks = _block_tables(problem)
+    rows = batch * num_q
+    num_chunks = -(-rows // chunk_rows)
+    num_keys = num_chunks * num_kv_heads * num_blocks
+    if keys is None:
+        keys = _keys(problem, chunk_rows, far_only, cu_blocks, num_blocks, num_keys)
+    ordered, places = torch.sort(keys, stable=True)
+    count, per_row = keys.numel(), num_kv_heads * top_n
+    chunk_entries = min(chunk_rows, rows) * per_row
     chunk_items = chunk_entries // item_entries + min(num_kv_heads * num_blocks, chunk_entries)
-    item = torch.arange(num_chunks * chunk_items, dtype=torch.int32, device=device)
-    item_keys = torch.searchsorted(item_offsets[1:], item, right=True, out_int32=True)
-    entries = entries.to(torch.int32)
-    entry_rows = entries // (num_kv_heads * top_n)
+    sizes = (count, count, num_keys + 1, num_keys, num_keys + 1, num_chunks * chunk_items)
+    widths = [triton.cdiv(size, _ALIGNED) * _ALIGNED for size in sizes]
+    tensors = torch.empty(sum(widths), dtype=torch.int32, device=device).split(widths)
+    entries, entry_rows, entry_offsets, items, item_offsets, item_keys = (
+        x[:size] for x, size in zip(tensors, sizes, strict=True)
+    )
+    nsa_index_keys_kernel[(triton.cdiv(max(count, num_keys + 1), _BLOCK),)](
+        entries, entry_rows, entry_offsets, items, item_offsets, ordered, places,
+        count, num_keys, item_entries, per_row, num_q,
+        STEPS=count.bit_length(), BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    torch.cumsum(items, 0, dtype=torch.int32, out=item_offsets[1:])
+    nsa_index_items_kernel[(triton.cdiv(item_keys.numel(), _BLOCK),)](
+        item_keys, item_offsets,
+        item_keys.numel(), num_keys,
+        STEPS=num_keys.bit_length(), BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
     return InverseIndex(
         entries=entries,
-        entry_rows=entry_rows if batch == 1 else entry_rows % num_q,
+        entry_rows=entry_rows,
         entry_offsets=entry_offsets,
         item_offsets=item_offsets,
         item_keys=item_keys,

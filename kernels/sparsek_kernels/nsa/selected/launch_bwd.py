@@ -62,7 +62,7 @@ def backward_rows(
     part_kernel: Any = nsa_selected_bwd_part_kernel
     strides = (*dout.stride(), *q.stride(), *k.stride(), *v.stride())
     options = plan.portable_options(config.selected_bwd)
-    sm90 = plan.sm90_tile(config.selected_bwd_hopper, dout, q, k, v)
+    sm90 = problem.sm90_tile(config.selected_bwd_hopper, dout, q, k, v)
     if sm90 is not None:
         part_kernel = nsa_selected_hopper_bwd_part_kernel
         strides = octet_strides(dout, q, k, v)

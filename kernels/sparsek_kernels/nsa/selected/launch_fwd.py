@@ -19,7 +19,7 @@ from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.shapes import octet_strides
-from sparsek_kernels.nsa.config import BOX_GROUPS
+from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
 from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import nsa_selected_combine_kernel
@@ -32,6 +32,7 @@ from sparsek_kernels.nsa.selected.kernels.fwd_parts_tma_sm90 import (
 from sparsek_kernels.nsa.selected.kernels.fwd_tokens import nsa_selected_tokens_kernel
 from sparsek_kernels.nsa.selected.plan import Chunk, LaunchPlan
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
+from sparsek_kernels.nsa.selected.share import Shared, share
 
 _MASK_BITS = 32  # one word marks which blocks of a token have parts
 _REGISTERS = 128  # of a thread in the kernel of parts: two programs share a multiprocessor
@@ -90,6 +91,13 @@ def _forward_tokens(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tens
     )  # fmt: skip
 
 
+def _combine_tile(problem: SelectedProblem) -> TileConfig | None:
+    """Tile of Hopper's kernel that adds the parts up, where it can."""
+    if triton.next_power_of_2(problem.top_n) > _MASK_BITS:
+        return None
+    return problem.sm90_tile(problem.config.combine_hopper, problem.q, problem.k, problem.v)
+
+
 def _forward_blocks(
     problem: SelectedProblem,
     out: torch.Tensor,
@@ -101,12 +109,16 @@ def _forward_blocks(
     ``gated``: the outputs of the compressed and the sliding branch, then the three gates.
     """
     config = problem.config
-    index = build_index(problem, config.index_rows, config.item_entries, far_only=True)
-    plan = LaunchPlan(problem, index, together=-(-config.chunk_rows // config.index_rows))
+    together = -(-config.chunk_rows // config.index_rows)
+    tile = _combine_tile(problem)
+    shared = None if tile is None else share(problem, tile, together)
+    keys = None if shared is None else shared.keys
+    index = build_index(problem, config.index_rows, config.item_entries, far_only=True, keys=keys)
+    plan = LaunchPlan(problem, index, together)
     part = torch.empty(plan.part_shape, dtype=out.dtype, device=out.device)
     part_lse = torch.empty(plan.part_shape[:2], dtype=torch.float32, device=out.device)
     write_parts = _part_writer(plan, part, part_lse)
-    combine = _combiner(plan, part, part_lse, out, lse, gated)
+    combine = _combiner(plan, part, part_lse, out, lse, gated, tile, shared)
     for chunk in plan.chunks():
         write_parts(chunk)
         combine(chunk)
@@ -129,7 +141,7 @@ def _part_writer(
         keys = (describe_boxes(x, 64, 1, problem.shape.head_dim) for x in (k, v))
         tensors = (*rows, *keys)
         options = plan.sm90_options(boxes, boxes.max_registers)
-    elif (tile := plan.sm90_tile(config.selected_hopper, q, k, v)) is not None:
+    elif (tile := problem.sm90_tile(config.selected_hopper, q, k, v)) is not None:
         kernel, strides = nsa_selected_hopper_part_kernel, octet_strides(q, k, v)
         options = {**plan.sm90_options(tile, _REGISTERS), "BLOCK_G": problem.shape.padded_group}
     else:
@@ -153,8 +165,13 @@ def _combiner(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     gated: Sequence[torch.Tensor],
+    sm90: TileConfig | None,
+    shared: Shared | None,
 ) -> Callable[[Chunk], None]:
-    """The launch of the kernel that attends to near blocks and adds the parts of a chunk."""
+    """The launch of the kernel that attends to near blocks and adds the parts of a chunk.
+
+    ``sm90`` is the tile of Hopper's kernel, which attends to ``shared`` blocks too.
+    """
     problem, config, shape = plan.problem, plan.problem.config, plan.problem.shape
     q, k, v = problem.q, problem.k, problem.v
     cu_first = problem.cu_seqlens
@@ -163,7 +180,6 @@ def _combiner(
     kernel: Any
     options: dict[str, Any] = {"TOP_N": problem.top_n, "MAPPED": cu_first is not None}
     block_s = triton.next_power_of_2(problem.top_n)
-    sm90 = plan.sm90_tile(config.combine_hopper, q, k, v) if block_s <= _MASK_BITS else None
     if sm90 is not None:
         kernel, strides = nsa_selected_hopper_combine_kernel, octet_strides(q, k, v)
         block_t = sm90.block_m // shape.padded_group
@@ -172,6 +188,8 @@ def _combiner(
             "BLOCK_G": shape.padded_group,
             "Q_LAYOUT": tile_layout(sm90.block_m, shape.head_dim, q.dtype),
             "BLOCK_S": max(block_s, 16),
+            "SHARED": shared is not None,
+            "MOST": 1 if shared is None else shared.lists.shape[2],
             "STAGES": sm90.num_stages,
             "num_warps": sm90.num_warps,
             "maxnreg": sm90.max_registers,
@@ -193,13 +211,18 @@ def _combiner(
         cu_rows = None if cu_first is None else cu_first.clamp(chunk.first_row, last_row)
         grid, tiles = tile_grid(cu_rows, chunk.num_rows, block_t, shape.num_kv_heads, 1)
         counts: tuple[int, ...] = ()
+        tables: Sequence[torch.Tensor] = ()
         if sm90 is not None:  # persistent programs
-            counts = (grid[0], grid[0] * grid[1])
+            tables, first_tile = (q,) * 3, 0
+            if shared is not None:
+                tables = (shared.far, shared.lists, shared.counts)
+                first_tile = shared.first_tile(chunk.first_row)
+            counts = (grid[0], grid[0] * grid[1], first_tile)
             grid = (min(counts[1], 2 * multiprocessors(q.device)), 1, 1)
         kernel[grid](
             out, out if lse is None else lse, part, part_lse, q, k, v, *(gated or (q,) * 5),
             problem.block_indices, *pointers(problem.q, cu_rows, cu_first, tiles),
-            problem.softmax_scale,
+            *tables, problem.softmax_scale,
             *strides,
             chunk.first_row, chunk.num_rows, shape.num_q, shape.num_k, problem.offset,
             shape.num_kv_heads, *counts,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.common.alignment import copyable
 from sparsek_kernels.common.descriptors import tile_layout
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.nsa.config import TileConfig
@@ -98,8 +97,3 @@ class LaunchPlan:
             "num_warps": tile.num_warps,
             "maxnreg": registers,
         }
-
-    def sm90_tile(self, tile: TileConfig | None, *tensors: torch.Tensor) -> TileConfig | None:
-        """``tile`` where Hopper kernels can copy rows of ``tensors`` by eight elements."""
-        whole = self.problem.sel_block_size == 64 and self.problem.shape.padded_group <= 64
-        return tile if tile is not None and whole and copyable(*tensors) else None

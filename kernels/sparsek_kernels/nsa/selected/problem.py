@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, launch_config
+from sparsek_kernels.common.alignment import copyable
+from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, TileConfig, launch_config
 
 MAX_SEL_BLOCK = 128
 """Largest selection block that the kernels hold on chip."""
@@ -65,6 +66,11 @@ class SelectedProblem:
     def tile_tokens(self, rows: int) -> int:
         """Tokens in a tile of ``rows`` rows (tokens times padded heads), 16 rows at least."""
         return max(max(rows, 16) // self.shape.padded_group, 1)
+
+    def sm90_tile(self, tile: TileConfig | None, *tensors: torch.Tensor) -> TileConfig | None:
+        """``tile`` where Hopper kernels can copy rows of ``tensors`` by eight elements."""
+        whole = self.sel_block_size == 64 and self.shape.padded_group <= 64
+        return tile if tile is not None and whole and copyable(*tensors) else None
 
     @property
     def rules(self) -> dict[str, Any]:

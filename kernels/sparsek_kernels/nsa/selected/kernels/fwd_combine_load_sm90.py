@@ -59,6 +59,40 @@ def near_steps(start, end, shift, BLOCK_T: gl.constexpr, SEL_BLOCK: gl.constexpr
 
 
 @gluon.jit
+def tile_blocks(
+    shared, sizes, start, kv_head,
+    SHARED: gl.constexpr, MOST: gl.constexpr, BLOCK_T: gl.constexpr, TOP_N: gl.constexpr,
+):  # fmt: skip
+    """The tile's list of shared blocks, how many they are, and the places that have parts.
+
+    Without ``SHARED`` there are none, and every place may have parts.  The last place is always
+    taken, and is no bit.
+    """
+    _far_ptr, lists_ptr, counts_ptr, first_tile = shared
+    if SHARED:
+        at = (first_tile + (start - sizes[0]) // BLOCK_T).to(gl.int64) * sizes[5] + kv_head
+        places = gl.load(counts_ptr + 2 * at + 1) & ((1 << (TOP_N - 1)) - 1)
+        return lists_ptr + at * MOST, gl.load(counts_ptr + 2 * at), places
+    else:
+        return lists_ptr, start * 0, start * 0 + ((1 << (TOP_N - 1)) - 1)
+
+
+@gluon.jit
+def first_place(places):
+    """The lowest set bit of a word above 0, whose highest bit is not set."""
+    return ((places & -places).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 127
+
+
+@gluon.jit
+def step_block(step, steps, low, blocks_ptr, SHARED: gl.constexpr):
+    """The block of a step: the first, those from ``low`` on, then the shared ones."""
+    block = gl.where(step == 0, 0, low + step - 1)
+    if SHARED and step >= steps:
+        block = gl.load(blocks_ptr + (step - steps))
+    return block
+
+
+@gluon.jit
 def is_far(block, own):
     """Whether a query in block ``own`` has a part for ``block``; -1, for none, has none."""
     return (block >= 0) & (is_near(block, own) == 0)
@@ -119,10 +153,10 @@ def copy_partition(
     bars,
     queries,
     mask_smem, row_smem,
-    strides, sizes, maps, num_items,
+    strides, sizes, maps, shared, num_items,
     GROUP: gl.constexpr, BLOCK_G: gl.constexpr, TOP_N: gl.constexpr, BLOCK_S: gl.constexpr,
     SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SHARED: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles into the ring, in the order in which the computing partition takes them."""
     part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr = pointers
@@ -164,8 +198,11 @@ def copy_partition(
             k_at = (batch.to(gl.int64) * octet_kb + kv_head.to(gl.int64) * octet_kh) * 8
             v_at = (batch.to(gl.int64) * octet_vb + kv_head.to(gl.int64) * octet_vh) * 8
             first, steps, low = near_steps(start, end, shift, BLOCK_T, SEL_BLOCK)
-            for step in range(first, steps):
-                token = gl.where(step == 0, 0, low + step - 1) * SEL_BLOCK
+            blocks_ptr, num_shared, places = tile_blocks(
+                shared, sizes, start, kv_head, SHARED, MOST, BLOCK_T, TOP_N
+            )
+            for step in range(first, steps + num_shared):
+                token = step_block(step, steps, low, blocks_ptr, SHARED) * SEL_BLOCK
                 thread_barrier()
                 mask_smem.store((token + key < k_len).to(gl.int32))
                 thread_barrier()
@@ -178,24 +215,34 @@ def copy_partition(
                     ring, bars, count, v_ptr + v_at + wide_token * octet_vt, mask_smem, 0,
                     octet_vt, 0, 1, STAGES,
                 )  # fmt: skip
-            choice = (row.to(gl.int64) * num_kv_heads + kv_head) * TOP_N
-            listed = gl.load(
-                indices_ptr + choice[:, None] + offs_s[None, :],
-                mask=inside[:, None] & (offs_s < TOP_N)[None, :],
-                other=-1,
-            )  # [ROWS, BLOCK_S]
-            own = (row + shift) // SEL_BLOCK
-            far = is_far(listed, own[:, None]).to(gl.int32) << offs_s[None, :]
-            bits = gl.sum(far, 1)
+            choice = row.to(gl.int64) * num_kv_heads + kv_head
+            if SHARED:
+                bits = gl.load(shared[0] + choice, mask=inside, other=0)
+            else:
+                listed = gl.load(
+                    indices_ptr + choice[:, None] * TOP_N + offs_s[None, :],
+                    mask=inside[:, None] & (offs_s < TOP_N)[None, :],
+                    other=-1,
+                )  # [ROWS, BLOCK_S]
+                own = (row + shift) // SEL_BLOCK
+                far = is_far(listed, own[:, None]).to(gl.int32) << offs_s[None, :]
+                bits = gl.sum(far, 1)
             thread_barrier()
             mask_smem.store(bits)
             thread_barrier()
             slot = ((wide_start - first_row) * num_kv_heads + kv_head) * TOP_N
-            for s in range(TOP_N):
+            octet_t = num_kv_heads * (TOP_N * GROUP * OCTETS)
+            while places != 0:
+                s = first_place(places)
+                places &= places - 1
                 count = _copy_tile(
                     ring, bars, count, part_ptr + (slot + s) * (GROUP * HEAD_DIM), mask_smem, s,
-                    num_kv_heads * (TOP_N * GROUP * OCTETS), OCTETS, BLOCK_G, STAGES,
+                    octet_t, OCTETS, BLOCK_G, STAGES,
                 )  # fmt: skip
+            count = _copy_tile(
+                ring, bars, count, part_ptr + (slot + TOP_N - 1) * (GROUP * HEAD_DIM), mask_smem,
+                TOP_N - 1, octet_t, OCTETS, BLOCK_G, STAGES,
+            )  # fmt: skip
             if GATED:
                 at = (wide_start * num_kv_heads + kv_head) * (GROUP * HEAD_DIM)
                 octet_t = num_kv_heads * (GROUP * OCTETS)

@@ -22,8 +22,11 @@ from sparsek_kernels.nsa.selected.kernels.fwd_combine import ROW_SIZES, is_near
 from sparsek_kernels.nsa.selected.kernels.fwd_combine_load_sm90 import (
     COPY_WARPS,
     copy_partition,
+    first_place,
     is_far,
     near_steps,
+    step_block,
+    tile_blocks,
     tile_place,
 )
 
@@ -49,12 +52,12 @@ def _compute_partition(
     bars,
     queries,
     weight_smem,
-    sizes, maps, num_items, scale,
+    sizes, maps, shared, num_items, scale,
     GROUP: gl.constexpr, BLOCK_G: gl.constexpr, TOP_N: gl.constexpr, BLOCK_S: gl.constexpr,
     SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SHARED: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Softmax over the near blocks, then the weighted sum of everything that is left."""
+    """Softmax over near and shared blocks, then the weighted sum of everything that is left."""
     out_ptr, lse_ptr, part_lse_ptr, gate_cmp_ptr, gate_slc_ptr, gate_swa_ptr, indices_ptr = pointers
     first_row, _num_rows, num_q, _num_k, _offset, num_kv_heads, _num_tiles = sizes
     dtype: gl.constexpr = ring.dtype
@@ -99,9 +102,18 @@ def _compute_partition(
                 other=-1,
             )  # [ROWS, BLOCK_S]
             slot = ((row - first_row).to(gl.int64) * num_kv_heads + kv_head) * TOP_N
+            if SHARED:
+                bits = gl.load(
+                    shared[0] + row.to(gl.int64) * num_kv_heads + kv_head,
+                    mask=(row < end) & (member < GROUP),
+                    other=0,
+                )
+                far = ((bits[:, None] >> offs_s[None, :]) & 1) != 0
+            else:
+                far = is_far(listed, ((row + shift) // SEL_BLOCK)[:, None])
             far_lse = gl.load(
                 part_lse_ptr + (slot[:, None] + offs_s[None, :]) * GROUP + member[:, None],
-                mask=is_far(listed, ((row + shift) // SEL_BLOCK)[:, None]),
+                mask=far,
                 other=float("-inf"),
             )  # [ROWS, BLOCK_S]
             # The softmax over near blocks starts from the parts' maximum: they need no rescaling.
@@ -113,11 +125,14 @@ def _compute_partition(
             mbarrier.wait(q_full, turn & 1)
             turn += 1
             first, steps, low = near_steps(start, end, shift, BLOCK_T, SEL_BLOCK)
-            for step in range(first, steps):
-                block = gl.where(step == 0, 0, low + step - 1)
+            blocks_ptr, num_shared, places = tile_blocks(
+                shared, sizes, start, kv_head, SHARED, MOST, BLOCK_T, TOP_N
+            )
+            for step in range(first, steps + num_shared):
+                block = step_block(step, steps, low, blocks_ptr, SHARED)
                 held = gl.max((listed == block).to(gl.int32), 1)
                 held = gl.convert_layout(held, S_ROW) > 0
-                held &= is_near(block, own)
+                held &= is_near(block, own) == (step < steps)
                 k = _take(ring, bars, count, STAGES)
                 fence_async_shared()
                 s = warpgroup_mma(q_smem, k.permute((1, 0)), zero_s, use_acc=False)
@@ -155,11 +170,13 @@ def _compute_partition(
             weight *= gl.convert_layout(share, LIST_ROW)[:, None]
             weight_table.store(gl.permute(weight, (1, 0)))
             thread_barrier()
-            for slot_index in range(TOP_N - 1):
+            while places != 0:
+                place = first_place(places)
+                places &= places - 1
                 part = _take(ring, bars, count, STAGES).load(O_LAYOUT)
                 _give_back(bars, count, STAGES)
                 count += 1
-                acc += part.to(gl.float32) * weight_smem.index(slot_index).load(O_ROW)[:, None]
+                acc += part.to(gl.float32) * weight_smem.index(place).load(O_ROW)[:, None]
             last = _take(ring, bars, count, STAGES)
             acc += (
                 last.load(O_LAYOUT).to(gl.float32)
@@ -192,20 +209,25 @@ def _compute_partition(
             gl.store(out_ptr + flat[:, None] * HEAD_DIM + col, out, mask=mask_w[:, None])
 
 
-@gluon.jit(do_not_specialize=[*ROW_SIZES, "num_tiles", "num_items"])
+@gluon.jit(do_not_specialize=[*ROW_SIZES, "num_tiles", "num_items", "first_tile"])
 def nsa_selected_hopper_combine_kernel(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, gate_cmp_ptr,
     gate_slc_ptr, gate_swa_ptr, indices_ptr, cu_rows_ptr, cu_first_ptr, tiles_ptr,
+    far_ptr, lists_ptr, counts_ptr,
     scale,
     octet_qb, octet_qt, octet_qh,
     octet_kb, octet_kt, octet_kh,
     octet_vb, octet_vt, octet_vh,
-    first_row, num_rows, num_q, num_k, offset, num_kv_heads, num_tiles, num_items,
+    first_row, num_rows, num_q, num_k, offset, num_kv_heads, num_tiles, num_items, first_tile,
     Q_LAYOUT: gl.constexpr, GROUP: gl.constexpr, TOP_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
-    BLOCK_G: gl.constexpr, BLOCK_S: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr, MOST: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_S: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Programs share the ``num_items`` tiles of ``SEL_BLOCK`` rows, ``num_tiles`` for a KV head.
+
+    With ``SHARED`` tiles have blocks that many of their tokens chose, and that no part is made of
+    (``share.py``); those of this launch are the tiles from ``first_tile`` on.
 
     Strides count groups of eight elements.  Results as of
     ``nsa_selected_combine_kernel``.
@@ -227,6 +249,7 @@ def nsa_selected_hopper_combine_kernel(
     queries = (q_smem, q_full, q_empty)
     sizes = (first_row, num_rows, num_q, num_k, offset, num_kv_heads, num_tiles)
     maps = (cu_rows_ptr, cu_first_ptr, tiles_ptr)
+    shared = (far_ptr, lists_ptr, counts_ptr, first_tile)
     gl.warp_specialize(
         [
             (_compute_partition, (
@@ -234,8 +257,9 @@ def nsa_selected_hopper_combine_kernel(
                     out_ptr, lse_ptr, part_lse_ptr, gate_cmp_ptr, gate_slc_ptr, gate_swa_ptr,
                     indices_ptr,
                 ),
-                ring, (full, empty), queries, weight_smem, sizes, maps, num_items, scale, GROUP,
-                BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK, MAPPED, VARLEN, GATED, STAGES,
+                ring, (full, empty), queries, weight_smem, sizes, maps, shared, num_items, scale,
+                GROUP, BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK, MAPPED, VARLEN, GATED, SHARED, MOST,
+                STAGES,
             )),
             (copy_partition, (
                 (part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr),
@@ -244,8 +268,8 @@ def nsa_selected_hopper_combine_kernel(
                     octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb,
                     octet_vt, octet_vh,
                 ),
-                sizes, maps, num_items, GROUP, BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK,
-                MAPPED, VARLEN, GATED, STAGES,
+                sizes, maps, shared, num_items, GROUP, BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK,
+                MAPPED, VARLEN, GATED, SHARED, MOST, STAGES,
             )),
         ],
         [COPY_WARPS], [104],
