@@ -108,6 +108,11 @@ def nsa_paged_compress_kernel(
         part = tl.program_id(1) // COLUMNS
         offs_f = tl.program_id(1) % COLUMNS * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
         mask_f = offs_f < HIDDEN
+        # Into the cache while W1 is on its way: the last program then waits for the shares alone.
+        SHARE: tl.constexpr = (HIDDEN + PARTS * COLUMNS - 1) // (PARTS * COLUMNS)
+        rows = tl.program_id(1) * SHARE + tl.arange(0, BLOCK_H) % SHARE
+        early = (w2_ptr + rows[:, None] * HEAD_DIM) + offs_d[None, :]
+        tl.load(early, mask=(rows < HIDDEN)[:, None] & mask_d[None, :], other=0.0, volatile=True)
         hidden = tl.zeros([BLOCK_H, BLOCK_F], dtype=tl.float32)
         for t in tl.range(part * TOKENS, part * TOKENS + TOKENS, num_stages=NUM_STAGES):
             x, _partner = _raw_row(
