@@ -129,7 +129,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         launch_select.select(compressed(), lse, indices)
         for cu in (None, torch.tensor([0, 0, tokens], dtype=torch.int32)):
             launch_compressed_select.attend_and_select(compressed(cu=cu), q, lse, indices)
-        launch_selected.forward(selected(), q, lse)
+            launch_selected.forward(replace(selected(), cu_seqlens=cu), q, lse)
         launch_selected_bwd.backward(selected(), q, lse, q, None)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
         launch_selected.forward(selected(), q, lse)

@@ -15,7 +15,7 @@ from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.select import launch_fused as launch_compressed_select
 from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
-from sparsek_kernels.nsa.selected.share import share
+from sparsek_kernels.nsa.selected.share import share_blocks
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.nsa.judge import Judge
 
@@ -90,7 +90,7 @@ def run_share(group: int, device: str) -> int:
     problem = SelectedProblem(q, k, k, indices, None, size, 1.0)
     config = replace(problem.config, index_rows=21)
     problem = replace(problem, tuned=config)
-    found = share(problem, TileConfig(64, size, 4, 2), 2)
+    found = share_blocks(problem, TileConfig(64, size, 4, 2), 2)
     if found is None:
         judge.say(group == 1, "nothing", "too many entries")
         return judge.failed

@@ -31,6 +31,7 @@ from sparsek_kernels.nsa.select import launch_fused as launch_compressed_select
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd
 from sparsek_kernels.nsa.selected import launch_fwd as launch_selected
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
+from sparsek_kernels.nsa.selected.share import share_blocks
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
@@ -338,6 +339,10 @@ def run(case: Case, device: str, size: str, only_hopper: bool = False) -> int:
         launch_selected.forward(replace(problem, tuned=config), out, lse)
         judge.error(f"{design} out", out, plain[0], exact_all[0])
         judge.error(f"{design} lse", lse, exact_all[1].to(dtype), exact_all[1])
+        if config.combine_hopper and case.batch == 1 and not packed and group >= 4:
+            counts = share_blocks(replace(problem, tuned=config), config.combine_hopper, 1)
+            told = [] if counts is None else counts.counts.sum((0, 1)).tolist()
+            judge.say(bool(told and told[0] > 0), f"{design} shared blocks", f"{told}")
     # Boxes only make parts: what follows takes them as it takes those of the other kernel.
     designs = {name: x for name, x in designs.items() if not name.startswith("boxes")}
     backwards = {name: x for name, x in designs.items() if name != "token-major"}

@@ -32,7 +32,7 @@ from sparsek_kernels.nsa.selected.kernels.fwd_parts_tma_sm90 import (
 from sparsek_kernels.nsa.selected.kernels.fwd_tokens import nsa_selected_tokens_kernel
 from sparsek_kernels.nsa.selected.plan import Chunk, LaunchPlan
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
-from sparsek_kernels.nsa.selected.share import Shared, share
+from sparsek_kernels.nsa.selected.share import Shared, share_blocks
 
 _MASK_BITS = 32  # one word marks which blocks of a token have parts
 _REGISTERS = 128  # of a thread in the kernel of parts: two programs share a multiprocessor
@@ -111,7 +111,7 @@ def _forward_blocks(
     config = problem.config
     together = -(-config.chunk_rows // config.index_rows)
     tile = _combine_tile(problem)
-    shared = None if tile is None else share(problem, tile, together)
+    shared = None if tile is None else share_blocks(problem, tile, together)
     keys = None if shared is None else shared.keys
     index = build_index(problem, config.index_rows, config.item_entries, far_only=True, keys=keys)
     plan = LaunchPlan(problem, index, together)
@@ -180,6 +180,10 @@ def _combiner(
     kernel: Any
     options: dict[str, Any] = {"TOP_N": problem.top_n, "MAPPED": cu_first is not None}
     block_s = triton.next_power_of_2(problem.top_n)
+    boxes = shared is not None and boxable(k, v)
+    keys: Any = (k, v)
+    if boxes:
+        keys = [describe_boxes(x, 64, 1, shape.head_dim) for x in keys]
     if sm90 is not None:
         kernel, strides = nsa_selected_hopper_combine_kernel, octet_strides(q, k, v)
         block_t = sm90.block_m // shape.padded_group
@@ -189,6 +193,7 @@ def _combiner(
             "Q_LAYOUT": tile_layout(sm90.block_m, shape.head_dim, q.dtype),
             "BLOCK_S": max(block_s, 16),
             "SHARED": shared is not None,
+            "BOXES": boxes,
             "MOST": 1 if shared is None else shared.lists.shape[2],
             "STAGES": sm90.num_stages,
             "num_warps": sm90.num_warps,
@@ -211,12 +216,13 @@ def _combiner(
         cu_rows = None if cu_first is None else cu_first.clamp(chunk.first_row, last_row)
         grid, tiles = tile_grid(cu_rows, chunk.num_rows, block_t, shape.num_kv_heads, 1)
         counts: tuple[int, ...] = ()
-        tables: Sequence[torch.Tensor] = ()
+        tables: tuple[Any, ...] = ()
         if sm90 is not None:  # persistent programs
             tables, first_tile = (q,) * 3, 0
             if shared is not None:
                 tables = (shared.far, shared.lists, shared.counts)
                 first_tile = shared.first_tile(chunk.first_row)
+            tables = (*tables, *keys)
             counts = (grid[0], grid[0] * grid[1], first_tile)
             grid = (min(counts[1], 2 * multiprocessors(q.device)), 1, 1)
         kernel[grid](

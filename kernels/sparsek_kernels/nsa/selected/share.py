@@ -33,7 +33,7 @@ class Shared:
         return first_row // self.launch_rows * self.launch_tiles
 
 
-def share(problem: SelectedProblem, tile: TileConfig, together: int) -> Shared | None:
+def share_blocks(problem: SelectedProblem, tile: TileConfig, together: int) -> Shared | None:
     """The blocks that half of a tile's tokens or more chose.
 
     ``None`` of several sequences, and of small groups, whose tiles have many tokens: their lists

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import is_near
@@ -148,6 +148,22 @@ def _copy_tile(
 
 
 @gluon.jit
+def _copy_box(ring, bars, count, desc, token, kv_head, STAGES: gl.constexpr):
+    """The keys or values from ``token`` on to buffer number ``count`` in one bulk copy."""
+    full, empty = bars
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+    box: gl.constexpr = [1, ring.shape[1], 1, ring.shape[2]]
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)  # one of the arrivals
+    tma.async_copy_global_to_shared(
+        desc, [0, token, kv_head, 0], full.index(stage),
+        ring.index(stage)._reinterpret(ring.dtype, box, desc.layout),
+    )  # fmt: skip
+    mbarrier.arrive(full.index(stage), count=32 * COPY_WARPS - 1)
+    return count + 1
+
+
+@gluon.jit
 def copy_partition(
     pointers, ring,
     bars,
@@ -156,10 +172,10 @@ def copy_partition(
     strides, sizes, maps, shared, num_items,
     GROUP: gl.constexpr, BLOCK_G: gl.constexpr, TOP_N: gl.constexpr, BLOCK_S: gl.constexpr,
     SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
-    SHARED: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr, MOST: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles into the ring, in the order in which the computing partition takes them."""
-    part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr = pointers
+    part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr, k_desc, v_desc = pointers
     octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh = (
         strides
     )
@@ -203,18 +219,22 @@ def copy_partition(
             )
             for step in range(first, steps + num_shared):
                 token = step_block(step, steps, low, blocks_ptr, SHARED) * SEL_BLOCK
-                thread_barrier()
-                mask_smem.store((token + key < k_len).to(gl.int32))
-                thread_barrier()
-                wide_token = (k_start + token).to(gl.int64) * 8
-                count = _copy_tile(
-                    ring, bars, count, k_ptr + k_at + wide_token * octet_kt, mask_smem, 0,
-                    octet_kt, 0, 1, STAGES,
-                )  # fmt: skip
-                count = _copy_tile(
-                    ring, bars, count, v_ptr + v_at + wide_token * octet_vt, mask_smem, 0,
-                    octet_vt, 0, 1, STAGES,
-                )  # fmt: skip
+                if BOXES:
+                    count = _copy_box(ring, bars, count, k_desc, token, kv_head, STAGES)
+                    count = _copy_box(ring, bars, count, v_desc, token, kv_head, STAGES)
+                else:
+                    thread_barrier()
+                    mask_smem.store((token + key < k_len).to(gl.int32))
+                    thread_barrier()
+                    wide_token = (k_start + token).to(gl.int64) * 8
+                    count = _copy_tile(
+                        ring, bars, count, k_ptr + k_at + wide_token * octet_kt, mask_smem, 0,
+                        octet_kt, 0, 1, STAGES,
+                    )  # fmt: skip
+                    count = _copy_tile(
+                        ring, bars, count, v_ptr + v_at + wide_token * octet_vt, mask_smem, 0,
+                        octet_vt, 0, 1, STAGES,
+                    )  # fmt: skip
             choice = row.to(gl.int64) * num_kv_heads + kv_head
             if SHARED:
                 bits = gl.load(shared[0] + choice, mask=inside, other=0)

@@ -55,7 +55,7 @@ def _compute_partition(
     sizes, maps, shared, num_items, scale,
     GROUP: gl.constexpr, BLOCK_G: gl.constexpr, TOP_N: gl.constexpr, BLOCK_S: gl.constexpr,
     SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
-    SHARED: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr, MOST: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Softmax over near and shared blocks, then the weighted sum of everything that is left."""
     out_ptr, lse_ptr, part_lse_ptr, gate_cmp_ptr, gate_slc_ptr, gate_swa_ptr, indices_ptr = pointers
@@ -201,6 +201,8 @@ def _compute_partition(
             last.store(acc.to(dtype))
             thread_barrier()
             out = last.load(WIDE)
+            if BOXES:
+                fence_async_shared()  # a bulk copy may be next in this buffer
             _give_back(bars, count, STAGES)
             count += 1
             flat = (start + offs_w // BLOCK_G).to(gl.int64) * heads
@@ -213,7 +215,7 @@ def _compute_partition(
 def nsa_selected_hopper_combine_kernel(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, gate_cmp_ptr,
     gate_slc_ptr, gate_swa_ptr, indices_ptr, cu_rows_ptr, cu_first_ptr, tiles_ptr,
-    far_ptr, lists_ptr, counts_ptr,
+    far_ptr, lists_ptr, counts_ptr, k_desc, v_desc,
     scale,
     octet_qb, octet_qt, octet_qh,
     octet_kb, octet_kt, octet_kh,
@@ -221,13 +223,14 @@ def nsa_selected_hopper_combine_kernel(
     first_row, num_rows, num_q, num_k, offset, num_kv_heads, num_tiles, num_items, first_tile,
     Q_LAYOUT: gl.constexpr, GROUP: gl.constexpr, TOP_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
-    SHARED: gl.constexpr, MOST: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_S: gl.constexpr,
-    STAGES: gl.constexpr,
+    SHARED: gl.constexpr, MOST: gl.constexpr, BOXES: gl.constexpr, BLOCK_G: gl.constexpr,
+    BLOCK_S: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Programs share the ``num_items`` tiles of ``SEL_BLOCK`` rows, ``num_tiles`` for a KV head.
 
     With ``SHARED`` tiles have blocks that many of their tokens chose, and that no part is made of
-    (``share.py``); those of this launch are the tiles from ``first_tile`` on.
+    (``share.py``); those of this launch are the tiles from ``first_tile`` on.  With ``BOXES`` keys
+    and values, of one sequence, come in bulk copies (TMA); the descriptors are of ``[B, N, H, D]``.
 
     Strides count groups of eight elements.  Results as of
     ``nsa_selected_combine_kernel``.
@@ -259,17 +262,19 @@ def nsa_selected_hopper_combine_kernel(
                 ),
                 ring, (full, empty), queries, weight_smem, sizes, maps, shared, num_items, scale,
                 GROUP, BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK, MAPPED, VARLEN, GATED, SHARED, MOST,
-                STAGES,
+                BOXES, STAGES,
             )),
             (copy_partition, (
-                (part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr),
+                (
+                    part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr, k_desc, v_desc,
+                ),
                 ring, (full, empty), queries, mask_smem, row_smem,
                 (
                     octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb,
                     octet_vt, octet_vh,
                 ),
                 sizes, maps, shared, num_items, GROUP, BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK,
-                MAPPED, VARLEN, GATED, SHARED, MOST, STAGES,
+                MAPPED, VARLEN, GATED, SHARED, MOST, BOXES, STAGES,
             )),
         ],
         [COPY_WARPS], [104],
