@@ -86,14 +86,23 @@ def nsa_paged_attend_kernel(
     request, _base, pos, high, token_of_zero = tile_span(
         first_tile + tile, seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TILES_PER_REQUEST, 1
     )
-    if OVERLAP and (is_window == 0) | (high < pos):
-        tl.extra.cuda.gdc_wait()
     if high < pos:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
         return
     token = (token_of_zero + pos).to(tl.int64)
     pair = (tile * NUM_KV_HEADS + kv_head).to(tl.int64)
     out = out_ptr + token * stride_ot + (kv_head * GROUP).to(tl.int64) * stride_oh
     width = window_splits + selected_splits
+    offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    mask_m = offs_m < GROUP
+    mask_d = offs_d < HEAD_DIM
+    mask_out = mask_m[:, None] & mask_d[None, :]
+    q_rows = token * stride_qt + (kv_head * GROUP + offs_m).to(tl.int64) * stride_qh
+    q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=mask_out, other=0.0)
+    if OVERLAP and is_window == 0:
+        tl.extra.cuda.gdc_wait()
     if MOST_CMP > 1 and program == width:
         _seen, _tiles, _per_split, num_parts = compressed_parts(
             pos, cmp_splits, CMP_BLOCK, CMP_STRIDE, TILE_KEYS
@@ -104,13 +113,6 @@ def nsa_paged_attend_kernel(
             GROUP, LIVE, HEAD_DIM, BLOCK_D, MOST_CMP,
         )  # fmt: skip
         return
-    offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    mask_m = offs_m < GROUP
-    mask_d = offs_d < HEAD_DIM
-    mask_out = mask_m[:, None] & mask_d[None, :]
-    q_rows = token * stride_qt + (kv_head * GROUP + offs_m).to(tl.int64) * stride_qh
-    q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=mask_out, other=0.0)
 
     split = tl.where(is_window, program, program - window_splits)
     splits = tl.where(is_window, window_splits, selected_splits)

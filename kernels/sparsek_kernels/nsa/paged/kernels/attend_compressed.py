@@ -164,12 +164,12 @@ def nsa_paged_compressed_kernel(
     m, total = softmax_init(0.0, BLOCK_M, False)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     for phase in range(2):
-        if OVERLAP and phase == 1:
-            tl.extra.cuda.gdc_wait()
         first = tl.where(phase == 0, begin, ready)
         last = tl.where(phase == 0, ready, end)
         row = first * TILE_KEYS + offs_c + PER_CMP - 1  # of the stride in which a block ends
         page = page_of(table, row, (row - PER_CMP + 1 < seen) & (first < last), ROWS_PER_PAGE)
+        if OVERLAP and phase == 1:
+            tl.extra.cuda.gdc_wait()
         for part in tl.range(first, last, num_stages=NUM_STAGES):
             block = part * TILE_KEYS + offs_c  # [BLOCK_N]
             inside = (block < seen) & (in_b < PER_SEL)
