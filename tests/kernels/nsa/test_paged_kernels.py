@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparsek_backend.bench.ops.nsa_decode import DEFAULTS, SPEC, make_inputs
+from sparsek_backend.bench.registry import Case
+from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
-from sparsek_kernels.nsa.paged.api import dummy_run
+from sparsek_kernels.nsa.paged.api import dummy_run, nsa_paged_attention
 from tests import processes
 from tests.kernels.nsa.paged_layer import PagedLayer, make_layer, make_tokens
 
@@ -85,6 +88,37 @@ def test_a_rehearsal_takes_the_memory_of_a_prefill() -> None:
     taken = peak(lambda: paged.attend(*paged.call))
     assert reserved >= 2 * 20000 * 4 * 128 * 2  # K and V at least
     assert taken <= reserved + 3 * q.numel() * 2 + (8 << 20)  # the output is the caller's
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["1q1s8k", "3q1s5k", "160q1s1k"])
+def test_a_captured_step_repeats_bit_for_bit(spec: str) -> None:
+    """Kernels that start early must not read what is not there yet, however often they run."""
+    inputs = make_inputs(Case("graph", parse_spec(spec), DEFAULTS), torch.device("cuda"))
+    rows = (inputs.pages.k_cmp, inputs.pages.v_cmp)
+    out = torch.full((len(inputs.q), 3, *inputs.q.shape[1:]), float("nan")).to(inputs.q)
+
+    def step() -> None:
+        nsa_paged_attention(
+            inputs.q, inputs.pages, inputs.batch, SPEC, inputs.compression,
+            window_size=inputs.window_size, out=out,
+        )  # fmt: skip
+
+    step()
+    expected, kept = out.clone(), [x.clone() for x in rows]
+    assert not expected.isnan().any()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    last = inputs.batch.block_table.gather(1, (inputs.batch.seq_lens[:, None] - 1).long() // 64)
+    for _ in range(50):
+        out.fill_(float("nan"))
+        for row in rows:
+            row[last.flatten().long(), :, -1] = float("nan")  # what the step compresses
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert all(torch.equal(x, y) for x, y in zip(rows, kept, strict=True))
 
 
 GPU: dict[str, tuple[NSAConfig, tuple[int, int], int, torch.dtype]] = {
