@@ -56,6 +56,7 @@ def forward_rows(machine: Any, budget_ms: float) -> Iterator[Any]:
     import nsa
     import torch
 
+    from sparsek_backend.bench.registry import Unavailable
     from sparsek_backend.bench.timing import make_timed, time_interleaved
     from sparsek_kernels import nsa_attention
 
@@ -76,7 +77,13 @@ def forward_rows(machine: Any, budget_ms: float) -> Iterator[Any]:
                 continue
             inputs, timed = one.tensors, []
             for name in PROVIDERS if kind == "random" else PROVIDERS[:1]:
-                call = nsa.provider_call(one, name, inputs)
+                try:
+                    call = nsa.provider_call(one, name, inputs)
+                except Unavailable as problem:
+                    yield dataclasses.replace(
+                        row, provider=name, status="unavailable", detail=str(problem)
+                    )
+                    continue
                 for graph in (False, True) if tokens == "8k" else (False,):
                     made = make_timed(call, timing="cold", device=nsa.CUDA, graph=graph)
                     timed.append((name, made))
@@ -118,11 +125,16 @@ def start(tree: Path, commit: str, family: str, budget_ms: float) -> subprocess.
 
 
 def finish(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """What a process measured."""
+    """What a process measured, until it ended or failed."""
     text, _ = process.communicate()
     if process.returncode:
-        raise SystemExit(f"{process.args}: failed")
+        print(f"{process.args}: exit status {process.returncode}", file=sys.stderr)
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row's time, or why it has none."""
+    return f"{row['ms'] * 1e3:.1f}" if row["ms"] else str(row["status"])
 
 
 def main() -> None:
@@ -145,10 +157,11 @@ def main() -> None:
     for family in args.only:
         for rows, tree in zip(found, trees, strict=True):
             rows += finish(start(*tree, family, args.budget_ms))
-    for old, new in zip(*found, strict=True):
-        name = f"{new['op']} {new['case']} {new['spec']} {new['provider']}, {new['method']}"
-        times = [f"{x['ms'] * 1e3:9.1f}" if x["ms"] else x["status"] for x in (old, new)]
-        print(f"{name:60} us: old {times[0]} new {times[1]}  {new['detail']}")
+    names = ("op", "case", "spec", "provider", "method")
+    old, new = ({tuple(row[x] for x in names): row for row in rows} for rows in found)
+    for key in {**old, **new}:
+        times = [told(rows[key]) if key in rows else "failed" for rows in (old, new)]
+        print(f"{', '.join(key):70} us: old {times[0]:>9} new {times[1]:>9}")
     if args.csv:
         sys.path[:0] = [str(trees[1][0]), str(trees[1][0] / "kernels")]
         from sparsek_backend.bench.results import Row, write_csv
