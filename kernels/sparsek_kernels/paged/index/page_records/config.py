@@ -30,21 +30,16 @@ def first_key(policy: SelectionPolicy, rows: int) -> int:
     return ((127 - octave) << 2) - (KEYS - 1)
 
 
-def weigh_segments(segments: int, multiprocessors: int) -> int:
-    """Far segments of a program of ``weigh_cells_kernel``: a multiple of 8.
-
-    Args:
-        segments: of all requests and KV heads.
-    """
-    each = ceil_div(segments, 16 * multiprocessors)
-    return min(max(ceil_div(each, 8) * 8, 8), 16)
+MOST_EACH = 16
+"""Far segments of a program of ``weigh_cells_kernel`` where not all of them run at once."""
 
 
-def weigh_programs(jobs: int, segments: int, near: int, multiprocessors: int) -> int:
-    """Programs of ``weigh_cells_kernel`` for the far segments of each job, at most.
+def weigh_shares(jobs: int, segments: int, near: int, multiprocessors: int) -> tuple[int, int]:
+    """Programs of ``weigh_cells_kernel`` for the far segments of each job, at most, and the number
+    of which a program's segments are a multiple.
 
     Those that find nothing cost time to start.  Where 32 segments each let all of them run at once,
-    16 on a multiprocessor, there are no more than that.
+    16 on a multiprocessor, there are no more than that, and short contexts are dealt out finely.
 
     Args:
         jobs: requests times KV heads and parts of columns.
@@ -52,7 +47,11 @@ def weigh_programs(jobs: int, segments: int, near: int, multiprocessors: int) ->
         near: programs of each job for near segments.
     """
     at_once = 16 * multiprocessors // jobs - near
-    return at_once if 32 * at_once >= segments else ceil_div(64 * multiprocessors, jobs)
+    if 32 * at_once >= segments:
+        return min(ceil_div(segments, 2), at_once), 2
+    each = ceil_div(jobs * segments, 16 * multiprocessors)
+    least = min(max(ceil_div(each, 8) * 8, 8), MOST_EACH)
+    return min(ceil_div(segments, least), ceil_div(64 * multiprocessors, jobs)), least
 
 
 def cut_segments(jobs: int, segments: int, columns: int, multiprocessors: int) -> int:

@@ -8,9 +8,9 @@ from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.index.page_records.config import (
     KEYS,
+    MOST_EACH,
     cut_segments,
-    weigh_programs,
-    weigh_segments,
+    weigh_shares,
 )
 from sparsek_kernels.paged.index.page_records.kernels.cut_sm80 import WARPS, cut_cells_kernel
 from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import weigh_cells_kernel
@@ -55,12 +55,11 @@ def _choose_some(
     lengths = (batch.seq_lens[first:], batch.cu_seqlens_q[first:])
     sms = multiprocessors(device)
     parts = max(columns // 8, 1)
-    segments = weigh_segments((1 << 30) if fixed_order else jobs * parts * width, sms)
     near = call.policy.sink_blocks // call.policy.segment_blocks
     near += 2 if shape.QUERY_LEN > 1 else 1
-    programs = ceil_div(width, segments)
+    programs, segments = ceil_div(width, MOST_EACH), MOST_EACH
     if not fixed_order:
-        programs = min(programs, weigh_programs(jobs * parts, width, near, sms))
+        programs, segments = weigh_shares(jobs * parts, width, near, sms)
     sums = near + programs
     size = 64 if fixed_order else cut_segments(jobs, width, columns, sms)
     members = ceil_div(width, size)

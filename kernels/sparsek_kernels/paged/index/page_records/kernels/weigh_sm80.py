@@ -131,7 +131,7 @@ def join_state(state, lane, OFF: gl.constexpr):
 
 @gluon.jit
 def segments_of_program(far, programs, least):
-    """Far segments of each of some programs: a multiple of ``least``, itself a multiple of 8."""
+    """Far segments of each of some programs: a multiple of ``least``."""
     return gl.cdiv(far, least * programs) * least
 
 
