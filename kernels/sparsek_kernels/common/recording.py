@@ -17,6 +17,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
 
 from sparsek_kernels.common.device import current_stream
@@ -35,10 +37,24 @@ _state = threading.local()
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel``; a recording of this thread that is going on keeps the launch."""
+    if getattr(_state, "compiles", False):
+        kernel.warmup(*args, grid=grid, **options)
+        return
     compiled = kernel[grid](*args, **options)
     record: Recording | None = getattr(_state, "record", None)
     if record is not None:
         record.add(kernel, compiled, grid, args, options)
+
+
+@contextmanager
+def compiling(threads: int) -> Iterator[None]:
+    """Compile what :func:`run` would launch in this thread meanwhile, by some threads at a time."""
+    with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
+        _state.compiles = True
+        try:
+            yield
+        finally:
+            _state.compiles = False
 
 
 @contextmanager

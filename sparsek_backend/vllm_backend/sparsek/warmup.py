@@ -7,6 +7,7 @@ would be compiled while requests wait for them.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from vllm.logger import init_logger
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_kernels.common.recording import compiling
 from sparsek_kernels.paged.attend.config import MANY_PROGRAMS
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lengths import batch_of_lengths
@@ -167,18 +169,24 @@ def _run(
     query_len: int,
     rotation: torch.Tensor | None,
 ) -> int:
-    """Return how many made-up steps were run."""
-    count = 0
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with torch.inference_mode(), on_device:
-        for layer in layers:
-            for batch, policy in _made_up_steps(
-                layer.impl, spec.block_size, vllm_config, device, query_len
-            ):
-                step = replace(batch, rotation=rotation)
-                layer.impl.dummy_run(layer, _one_page(spec, device), step, policy)
-                count += 1
-        if count and device.type == "cuda":
+    """Return how many made-up steps were run.
+
+    First all of their kernels are compiled, many at a time.
+    """
+    on_gpu = device.type == "cuda"
+    passes = [compiling(len(os.sched_getaffinity(0)))] if on_gpu else []
+    with torch.inference_mode(), torch.cuda.device(device) if on_gpu else nullcontext():
+        for each in (*passes, nullcontext()):
+            count = 0
+            with each:
+                for layer in layers:
+                    for batch, policy in _made_up_steps(
+                        layer.impl, spec.block_size, vllm_config, device, query_len
+                    ):
+                        step = replace(batch, rotation=rotation)
+                        layer.impl.dummy_run(layer, _one_page(spec, device), step, policy)
+                        count += 1
+        if count and on_gpu:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # the KV cache takes all free memory next
     return count

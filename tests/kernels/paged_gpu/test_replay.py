@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek_kernels.common import recording as recording_module
 from sparsek_kernels.common.descriptors import describe_matrix
-from sparsek_kernels.common.recording import Replay, Tensors, recording, run
+from sparsek_kernels.common.recording import Replay, Tensors, compiling, recording, run
 from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention, write_kv
 from sparsek_kernels.paged import replay as replay_module
 from sparsek_kernels.paged import scratch as scratch_module
@@ -675,6 +675,18 @@ def test_tensors_that_cannot_be_told_apart_are_counted_and_logged_once(
             run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
         assert list(counted.values()) == [calls]
     assert ["share an address or a storage" in message for message in caplog.messages] == [True]
+
+
+def test_what_is_only_compiled_is_not_launched() -> None:
+    kernel = mock.MagicMock()
+    with compiling(2):
+        run(kernel, (3,), 1, SIZE=2, num_warps=4)
+    kernel.warmup.assert_called_once_with(1, grid=(3,), SIZE=2, num_warps=4)
+    kernel.__getitem__.assert_not_called()
+    with pytest.raises(KeyError), compiling(2):
+        raise KeyError
+    run(kernel, (3,), 1, SIZE=2)
+    kernel.__getitem__.assert_called_once_with((3,))
 
 
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
