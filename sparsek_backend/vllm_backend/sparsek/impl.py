@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from sparsek_backend.vllm_backend import checks
+from sparsek_backend.vllm_backend import checks, compat
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.api import attend_segment, check_segment, write_index, write_kv
@@ -23,7 +26,7 @@ from sparsek_kernels.paged.policy import StepPolicy
 
 from . import fallback
 from .flash import find_flash
-from .metadata import SparseKMetadata
+from .metadata import SparseKMetadata, SparseKMetadataBuilder
 from .pages import FP8_KV_CACHE, PageReader, PageViews
 from .probe import PROBE
 from .selection import LayerSite, select_by_model, select_by_settings
@@ -70,6 +73,7 @@ class SparseKImpl(AttentionImpl):
         self.logits_soft_cap = logits_soft_cap or None
         self.sinks = sinks
         self._engine = engine = current_engine()
+        self._vllm_config = weakref.ref(get_current_vllm_config())
         self.batch_invariant = engine.resolved.batch_invariant
         self._time_selection = engine.resolved.config.time_selection
         self.dtype = engine.dtype
@@ -170,6 +174,24 @@ class SparseKImpl(AttentionImpl):
             if self.flash is None or not self.flash.serves(segment):
                 self._attend(mine, segment)
 
+    def _take_memory(self, device: torch.device) -> None:
+        """While vLLM measures memory: bind the layers and run the steps that need every kernel.
+
+        Their scratch stays, and so is no part of what vLLM then gives to the pages.  Where layers
+        have a window vLLM has not settled their pages yet: theirs is little, and comes later.
+        """
+        self._engine.dummy_run_done = True
+        config = self._vllm_config()
+        if config is None:
+            return
+        groups: dict[Any, list[str]] = {}
+        for name, layer in get_layers_from_vllm_config(config, Attention).items():
+            spec = layer.get_kv_cache_spec(config) if isinstance(layer.impl, SparseKImpl) else None
+            if spec is not None and compat.is_full_attention(spec):
+                groups.setdefault(layer.attn_backend.customize_spec(spec), []).append(name)
+        for spec, names in groups.items():
+            SparseKMetadataBuilder(spec, names, config, device)
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -229,6 +251,8 @@ class SparseKImpl(AttentionImpl):
         """
         checks.refuse_quantised_output(output_scale, output_block_scale)
         if attn_metadata is None:
+            if query.is_cuda and not self._engine.dummy_run_done:
+                self._take_memory(query.device)
             return output.zero_()
         STATS.forward_calls += 1
         tokens = slice(attn_metadata.num_actual_tokens)

@@ -2,7 +2,8 @@
 
 vLLM runs decodes before it captures them in CUDA graphs, but no prefill that is long enough to be
 sparse, and of the decodes beside a prefill, which no graph holds, not every number: their kernels
-would be compiled while requests wait for them.
+would be compiled while requests wait for them.  On a GPU the layers run them while vLLM measures
+memory: the scratch that they leave is none that the KV cache may take.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.plan import everything
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
+from sparsek_kernels.paged.scratch import held_bytes
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -155,9 +157,11 @@ def warm_up(
         count = steps.result()
     if count:
         logger.info(
-            "SPARSEK kernels are ready (%d steps, %.1f s, kept in Triton's cache)",
+            "SPARSEK kernels are ready (%d steps, %.1f s, kept in Triton's cache); they hold "
+            "%.2f GiB of scratch",
             count,
             time.perf_counter() - begin,
+            held_bytes(device) / (1 << 30),
         )
 
 
