@@ -57,9 +57,9 @@ def _choose_some(
     parts = max(columns // 8, 1)
     near = call.policy.sink_blocks // call.policy.segment_blocks
     near += 2 if shape.QUERY_LEN > 1 else 1
-    programs, segments = ceil_div(width, MOST_EACH), MOST_EACH
+    programs, at_once = ceil_div(width, MOST_EACH), 1
     if not fixed_order:
-        programs, segments = weigh_shares(jobs * parts, width, near, sms)
+        programs, at_once = weigh_shares(jobs * parts, width, near, sms)
     sums = near + programs
     size = 64 if fixed_order else cut_segments(jobs, width, columns, sms)
     members = ceil_div(width, size)
@@ -85,7 +85,7 @@ def _choose_some(
         call.qk_scale,
         call.policy.dense_below,
         sums,
-        segments,
+        at_once,
         width,
         q.stride()[:2],
         operands.k_cache.stride()[:3],
@@ -100,7 +100,7 @@ def _choose_some(
     run(
         cut_cells_kernel, (jobs * members,),
         out, counts, counters, weights.view(torch.uint8), tops, gains, states, *lengths,
-        call.policy.dense_below, members, sums, segments, width,
+        call.policy.dense_below, members, sums, at_once, width,
         out.stride()[:2],
         RULE=rule, SHAPE=shape, TURNS=size // 16, num_warps=WARPS.value, **overlap_options(device),
     )  # fmt: skip
