@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -178,9 +178,11 @@ def _run(
     First all of their kernels are compiled, many at a time.
     """
     on_gpu = device.type == "cuda"
-    passes = [compiling(len(os.sched_getaffinity(0)))] if on_gpu else []
+    passes: list[AbstractContextManager[None]] = [nullcontext()]
+    if on_gpu:
+        passes.insert(0, compiling(len(os.sched_getaffinity(0))))
     with torch.inference_mode(), torch.cuda.device(device) if on_gpu else nullcontext():
-        for each in (*passes, nullcontext()):
+        for each in passes:
             count = 0
             with each:
                 for layer in layers:
