@@ -1,11 +1,12 @@
-"""What a server's layers spend on attention while they decode, kernel by kernel.
+"""What a server's layers spend on attention, kernel by kernel: for a prompt's last whole chunk, and
+while requests decode.
 
-    python -m benchmarks.served_layer --json served_layer.json      # a GPU, two minutes
+    python -m benchmarks.served_layer --json served_layer.json      # a GPU, three minutes
 
 Kernel benchmarks time one call after another; a server runs other kernels between two layers, which
-push code and data out of the caches.  Here vLLM decodes requests of one context in its CUDA graphs,
-and PyTorch's profiler notes every kernel.  A layer's *span* goes from the end of the kernel before
-the one that writes new rows to the begin of the output projection, so it holds the gaps too.
+push code and data out of the caches.  Here vLLM serves requests of one context, and PyTorch's
+profiler notes every kernel.  A layer's *span* goes from the end of the kernel before the one that
+writes new rows to the begin of the output projection, so it holds the gaps too.
 
 Both backends first answer a short prompt, which both attend whole: the answers must be the same, up
 to rounding, or the exit status is 1.  The model is a shape with random weights.
@@ -19,6 +20,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -69,12 +71,17 @@ def layers_of(kernels: Sequence[Kernel]) -> Iterator[tuple[float, list[Kernel]]]
 def summarise(kernels: Iterable[Sequence[Any]]) -> dict[str, Any]:
     """Median, 20th and 80th percentile of the layers' spans, and medians of each of their kernels.
 
+    Layers of other kernels than most are left out: the profiler may have begun in the midst of one.
+
     Raises:
-        ValueError: no layer was found, or layers have other numbers of kernels.
+        ValueError: no layer was found.
     """
-    layers = list(layers_of([Kernel(*kernel) for kernel in kernels]))
-    if not layers or len({len(inside) for _, inside in layers}) != 1:
-        raise ValueError(f"expected layers of equally many kernels, found {len(layers)} layers")
+    found = list(layers_of([Kernel(*kernel) for kernel in kernels]))
+    if not found:
+        raise ValueError("expected kernels of whole layers, found none")
+    names = [tuple(kernel.name for kernel in inside) for _, inside in found]
+    (usual, _), *_ = Counter(names).most_common(1)
+    layers = [layer for layer, its in zip(found, names, strict=True) if its == usual]
     spans = sorted(span for span, _ in layers)
     each = zip(*(inside for _, inside in layers), strict=True)
     return {
@@ -123,8 +130,7 @@ def main() -> int:
                     WORKER, job, label=name, on_progress=tell, timeout=SILENCE_LIMIT
                 )
             rows = [
-                {"backend": name, "context": case["context"], "step_ms": case["step_ms"]}
-                | summarise(case["kernels"])
+                {"backend": name, **case, **summarise(case["kernels"])}
                 for name, run in runs.items()
                 for case in run["cases"]
             ]
@@ -138,7 +144,7 @@ def main() -> int:
     }  # fmt: skip
     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for row in rows:
-        print(f"{row['backend']} {row['context']}: {row['span_us']} us of a layer")
+        print(f"{row['backend']}, {row['phase']}, {row['context']}: {row['span_us']} us of a layer")
     if parted:
         print(f"error: the short prompt is answered otherwise, {parted}", file=sys.stderr)
     return int(bool(parted))

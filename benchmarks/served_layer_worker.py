@@ -1,4 +1,4 @@
-"""Worker of `served_layer.py`: one backend decodes, and its kernels are noted."""
+"""Worker of `served_layer.py`: one backend serves, and its kernels are noted."""
 
 from __future__ import annotations
 
@@ -23,39 +23,75 @@ WARM, TIMED, NOTED = 40, 64, 6
 """Steps before anything is measured, those that are timed, and those whose kernels are noted."""
 
 
-def decode(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
-    """Milliseconds of a step in which all requests decode, and the kernels of some steps."""
-    from vllm import SamplingParams
+class Profiled:
+    """An engine of this process, whose steps are timed and looked into.
 
-    engine = llm.llm_engine
-    tokens = WARM + TIMED + NOTED + len(prompts) + 32
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    for number, prompt in enumerate(prompts):
-        engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": prompt}, params)
-    for _ in range(WARM):
-        engine.step()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(TIMED):
-        engine.step()
-    torch.cuda.synchronize()
-    step_ms = (time.perf_counter() - begin) / TIMED * 1e3
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(NOTED):
-            engine.step()
+    Args:
+        llm: the engine.
+        tokens: of an answer; requests that decode have more to come when all is measured.
+    """
+
+    def __init__(self, llm: Any, tokens: int) -> None:
+        self.engine = llm.llm_engine
+        self.tokens = tokens
+        self.sent = 0
+
+    def send(self, prompts: list[list[int]]) -> None:
+        """Requests whose prompts the next steps compute, or find in the cache."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=self.tokens, ignore_eos=True, detokenize=False
+        )
+        for prompt in prompts:
+            self.engine.add_request(f"profiled-{self.sent}", {"prompt_token_ids": prompt}, params)
+            self.sent += 1
+
+    def step(self, count: int) -> float:
+        """Milliseconds of each of so many steps."""
         torch.cuda.synchronize()
-    while engine.has_unfinished_requests():
-        engine.step()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    kernels = [
-        (event["name"][:60], event["ts"], event["dur"])
-        for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    ]
-    return {"step_ms": round(step_ms, 4), "kernels": sorted(kernels, key=lambda one: one[1])}
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.engine.step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / max(count, 1) * 1e3
+
+    def noted(self, count: int) -> list[tuple[str, float, float]]:
+        """Name, begin and microseconds of each kernel of so many steps."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.step(count)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder, "trace.json")
+            profile.export_chrome_trace(str(trace))
+            events = json.loads(trace.read_text())["traceEvents"]
+        kernels = [
+            (event["name"][:60], event["ts"], event["dur"])
+            for event in events
+            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        ]
+        return sorted(kernels, key=lambda kernel: kernel[1])
+
+    def finish(self) -> None:
+        """Serve every request to its end."""
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def prompt(self, prompt: list[int], chunk: int) -> dict[str, Any]:
+        """The last whole chunk of a prompt."""
+        self.send([prompt])
+        self.step(max(len(prompt) // chunk - 1, 0))
+        kernels = self.noted(1)
+        self.finish()
+        return {"phase": "prompt", "new_tokens": min(chunk, len(prompt)), "kernels": kernels}
+
+    def decode(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Steps in which requests decode together; their prompts are cached."""
+        self.send(prompts)
+        self.step(WARM)
+        step_ms = round(self.step(TIMED), 4)
+        kernels = self.noted(NOTED)
+        self.finish()
+        return {"phase": "decode", "step_ms": step_ms, "kernels": kernels}
 
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,11 +113,14 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         bench = Bench(llm, llm.llm_engine.vllm_config.model_config.get_vocab_size(), seed=0)
         found = answer(bench.generate([bench.prompt(SHORT)], ANSWER, logprobs=1)[0])
+        chunk = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+        profiled = Profiled(llm, WARM + TIMED + NOTED + requests + 32)
         cases = []
         for context in job["contexts"]:
             prompts = [bench.prompt(context) for _ in range(requests)]
+            cases.append({"context": context, **profiled.prompt(prompts[0], chunk)})
             bench.generate(prompts, 1)  # so that their keys are cached, and all decode at once
-            cases.append({"context": context, **decode(llm, prompts)})
+            cases.append({"context": context, **profiled.decode(prompts)})
             report_progress(f"{requests} x {context}: {cases[-1]['step_ms']} ms a step")
         return {**found, "cases": cases}
     finally:
