@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
-from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
+from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder, take_memory
 from sparsek_backend.vllm_backend.sparsek.warmup import (
     decode_shapes,
     doubled,
@@ -311,7 +311,7 @@ def test_layers_run_while_vllm_measures_memory(
     layers = [make_layer(index) for index in range(2)]
     make_layer(2, per_layer_sliding_window=48)
     built: list[Any] = []
-    monkeypatch.setattr(impl_module, "SparseKMetadataBuilder", lambda *given: built.append(given))
+    monkeypatch.setattr(SparseKMetadataBuilder, "__init__", lambda _, *given: built.append(given))
     with FakeTensorMode():
         query = torch.empty(8, 4, 32, device="cuda")
         key = torch.empty(8, 2, 32, device="cuda")
@@ -329,7 +329,7 @@ def test_what_ran_while_memory_was_measured_is_not_run_for_the_pages(
     layer = make_layer()
     never = property(lambda _: False, lambda *_: None)
     monkeypatch.setattr(SparseKMetadataBuilder, "on_host", never, raising=False)
-    layer.impl._take_memory(torch.device("cpu"))
+    take_memory(current, torch.device("cpu"))
     assert layer.impl.policy.selects_blocks
     assert attended
     attended.clear()

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from sparsek_backend.vllm_backend import checks, compat
+from sparsek_backend.vllm_backend import checks
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.api import attend_segment, check_segment, write_index, write_kv
@@ -26,7 +25,7 @@ from sparsek_kernels.paged.policy import StepPolicy
 
 from . import fallback
 from .flash import find_flash
-from .metadata import SparseKMetadata, SparseKMetadataBuilder
+from .metadata import SparseKMetadata, take_memory
 from .pages import FP8_KV_CACHE, PageReader, PageViews
 from .probe import PROBE
 from .selection import LayerSite, select_by_model, select_by_settings
@@ -60,15 +59,13 @@ class SparseKImpl(AttentionImpl):
             )
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"sinks: expected {num_heads} logits, got {sinks.shape[0]}")
-        self.num_heads = num_heads
-        self.head_size = head_size
+        self.num_heads, self.head_size = num_heads, head_size
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.has_fp8_cache = kv_cache_dtype in FP8_KV_CACHE
-        self.attn_type = attn_type
+        self.attn_type, self.sliding_window = attn_type, sliding_window
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sliding_window = sliding_window
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
         self.logits_soft_cap = logits_soft_cap or None
         self.sinks = sinks
@@ -174,24 +171,6 @@ class SparseKImpl(AttentionImpl):
             if self.flash is None or not self.flash.serves(segment):
                 self._attend(mine, segment)
 
-    def _take_memory(self, device: torch.device) -> None:
-        """While vLLM measures memory: bind the layers and run the steps that need every kernel.
-
-        Their scratch stays, and so is no part of what vLLM then gives to the pages.  Where layers
-        have a window vLLM has not settled their pages yet: theirs is little, and comes later.
-        """
-        self._engine.dummy_run_done = True
-        config = self._vllm_config()
-        if config is None:
-            return
-        groups: dict[Any, list[str]] = {}
-        for name, layer in get_layers_from_vllm_config(config, Attention).items():
-            spec = layer.get_kv_cache_spec(config) if isinstance(layer.impl, SparseKImpl) else None
-            if spec is not None and compat.is_full_attention(spec):
-                groups.setdefault(layer.attn_backend.customize_spec(spec), []).append(name)
-        for spec, names in groups.items():
-            SparseKMetadataBuilder(spec, names, config, device)
-
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -252,7 +231,8 @@ class SparseKImpl(AttentionImpl):
         checks.refuse_quantised_output(output_scale, output_block_scale)
         if attn_metadata is None:
             if query.is_cuda and not self._engine.dummy_run_done:
-                self._take_memory(query.device)
+                self._engine.dummy_run_done = True
+                take_memory(self._vllm_config(), query.device)
             return output.zero_()
         STATS.forward_calls += 1
         tokens = slice(attn_metadata.num_actual_tokens)
@@ -262,16 +242,16 @@ class SparseKImpl(AttentionImpl):
             fallback.attend_encoder(self, (query, key[tokens], value[tokens]), attn_metadata, out)
             return output
         operands = self._operands(layer, query, self._pages.cached(kv_cache), out)
-        shards = attn_metadata.shards
-        self._write_index(operands, attn_metadata.batch if shards is None else shards.batch)
+        shards, batch = attn_metadata.shards, attn_metadata.batch
+        self._write_index(operands, shards.batch if shards else batch)
         if reason := self.fallback_reason or attn_metadata.fallback_reason:
             clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
             fallback.attend_pages(self, operands, attn_metadata, reason, clamped)
         elif shards is not None:
             attend_shards(operands, kv_cache, shards, self.own, self._pages)
         else:
-            step = (attn_metadata.batch, self.policy, attn_metadata.seq_lens)
-            for mine, segment in each_segment(operands, self._segments(operands, *step)):
+            segments = self._segments(operands, batch, self.policy, attn_metadata.seq_lens)
+            for mine, segment in each_segment(operands, segments):
                 self._attend(mine, segment)
         return output
 

@@ -208,6 +208,26 @@ class SparseKMetadataBuilder(StepBuilder):
         return attended, attended_by_requests(everything, *lens) * self.policies.total()
 
 
+def take_memory(vllm_config: Any | None, device: torch.device) -> None:
+    """While vLLM measures memory: bind the layers and run the steps that need every kernel.
+
+    Their scratch stays, and so is no part of what vLLM then gives to the pages.  Where layers have
+    a window vLLM has not settled their pages yet: theirs is little, and comes later.
+
+    Args:
+        vllm_config: of an engine that is still there, else ``None``.
+    """
+    groups: dict[Any, list[str]] = {}
+    layers = get_layers_from_vllm_config(vllm_config, Attention) if vllm_config else {}
+    for name, layer in layers.items():
+        if layer.attn_backend.get_builder_cls() is SparseKMetadataBuilder:
+            spec = layer.get_kv_cache_spec(vllm_config)
+            if spec is not None and compat.is_full_attention(spec):
+                groups.setdefault(layer.attn_backend.customize_spec(spec), []).append(name)
+    for spec, names in groups.items():
+        SparseKMetadataBuilder(spec, names, vllm_config, device)
+
+
 def may_capture_decodes(vllm_config: Any, device: torch.device) -> bool:
     """Whether CUDA graphs may hold whole steps of decodes."""
     graphs = vllm_config.compilation_config.cudagraph_mode
