@@ -37,12 +37,14 @@ SHAPES = ((64, 4, "1q1s64k"), (32, 8, "1q1s64k"), (64, 4, "32q1s16k"), (32, 8, "
 """Query heads, KV heads and batch of each shape."""
 COPIES = 4
 CANDIDATES = {
-    "cmp_rows": (64, 128),
+    "cmp_rows": (32, 64, 128),
     "cmp_programs": (2, 4, 8, 16),
     "cmp_warps": (2, 4),
     "cmp_stages": (2, 3),
-    "score_rows": (64, 128),
-    "score_warps": (2, 4, 8),
+    "rows": (32, 64, 128),
+    "programs": (2, 4, 8),
+    "warps": (2, 4),
+    "stages": (2, 3),
 }
 
 
@@ -67,8 +69,11 @@ def graph_ms(calls: list[Callable[[], object]], repeats: int = 15) -> float:
 
 
 def step(inputs: Inputs, out: torch.Tensor) -> None:
-    """Compressed and selected branch of one step."""
-    problem = PagedProblem(inputs.q, inputs.pages, inputs.batch, SPEC, inputs.scale)
+    """One step."""
+    problem = PagedProblem(
+        inputs.q, inputs.pages, inputs.batch, SPEC, inputs.compression, inputs.window_size,
+        inputs.scale,
+    )  # fmt: skip
     launch_paged.decode(problem, out)
 
 

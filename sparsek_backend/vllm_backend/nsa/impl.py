@@ -14,7 +14,7 @@ from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.settings import nsa_section
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_backend.vllm_backend.step import StepMetadata
-from sparsek_kernels.nsa.paged.api import compress_new_blocks, dummy_run, nsa_paged_attention
+from sparsek_kernels.nsa.paged.api import dummy_run, nsa_paged_attention
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 from sparsek_kernels.paged.api import write_kv
 
@@ -115,12 +115,12 @@ class NSAImpl(AttentionImpl):
         STATS.forward_calls += 1
         tokens = slice(attn_metadata.num_actual_tokens)
         pages, batch, spec = self._view(kv_cache), attn_metadata.batch, self.config.spec
-        compress_new_blocks(pages, batch, spec, self.compression)
         nsa_paged_attention(
             query[tokens],
             pages,
             batch,
             spec,
+            self.compression,
             window_size=self.config.window_size,
             softmax_scale=self.scale,
             out=output.unflatten(0, (-1, 3))[tokens],

@@ -17,17 +17,19 @@ from sparsek_kernels.nsa.paged import launch as launch_paged
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 from sparsek_kernels.nsa.paged.problem import PagedProblem
 from sparsek_kernels.nsa.spec import NSASpec
+from sparsek_kernels.paged.config import overlaps
 from tests.kernels.nsa.aot import Launch, Spy, compile_launch
 
 PAGES, PAGE, LENGTH = 64, 64, 65536
 
 
-def launches(dtype: torch.dtype, dim: int, group: int) -> list[Launch]:
-    """The step's kernels for 4 KV heads, keys and values compressed by a learnable map."""
+def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch]:
+    """The step's kernels as ``arch`` launches them: 4 KV heads, compressed by a learnable map."""
     seen: list[Launch] = []
     for name in [n for n in vars(launch_paged) if re.fullmatch(r"nsa_\w+_kernel", n)]:
         setattr(launch_paged, name, Spy(name, getattr(launch_paged, name), seen))
-    launch_paged.choose = launch_paged.attend_segment = lambda *_, **__: None
+    overlap = overlaps(arch)
+    launch_paged.overlap_options = lambda *_: {"OVERLAP": overlap, "launch_pdl": overlap}
     spec, heads = NSASpec(), 4
     token_rows = [torch.empty(PAGES, heads, PAGE, dim, dtype=dtype) for _ in range(6)]
     cmp_rows = [torch.empty(PAGES, heads, PAGE // 16, dim, dtype=dtype) for _ in range(2)]
@@ -50,16 +52,15 @@ def launches(dtype: torch.dtype, dim: int, group: int) -> list[Launch]:
     )
     pages = NSAPages(*token_rows, *cmp_rows)
     compression = Compression(phi, phi, torch.empty(dim // 2))
-    launch_paged.compress_decoded(pages, batch, spec, compression)
     q = torch.empty(1, heads * group, dim, dtype=dtype)
-    problem = PagedProblem(q, pages, batch, spec, 0.1)
+    problem = PagedProblem(q, pages, batch, spec, compression, 512, 0.1)
     launch_paged.decode(problem, torch.empty(1, 3, heads * group, dim))
     return seen
 
 
 def main() -> None:
     arch, group, dim = (int(x) for x in sys.argv[1:4])
-    for launch in launches(getattr(torch, sys.argv[4]), dim, group):
+    for launch in launches(arch, getattr(torch, sys.argv[4]), dim, group):
         print(json.dumps(compile_launch(launch, arch)), flush=True)
 
 

@@ -10,14 +10,19 @@ Prints one line per case and exits 1 if any failed.
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import triton
 
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
 from sparsek_kernels.nsa.paged import launch as launch_paged
-from sparsek_kernels.nsa.paged.api import compress_new_blocks
+from sparsek_kernels.nsa.paged.cache import NSAPages
 from sparsek_kernels.nsa.paged.problem import PagedProblem
 from tests.kernels.interpreter import hasten_interpreter
 from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_tokens
@@ -29,22 +34,56 @@ class KernelLayer(PagedLayer):
     Decodes are followed by requests without tokens, as in a CUDA graph of more requests.
     """
 
-    def compress(self, batch: PagedBatch) -> None:
-        spec = self.layer.config.spec
-        if batch.num_decodes:
-            launch_paged.compress_decoded(self.pages, padded(batch), spec, self.compression)
-        if batch.num_prefills:
-            prefills = batch.part(batch.num_decodes, batch.num_requests)
-            compress_new_blocks(self.pages, prefills, spec, self.compression)
+    overlap = False
+    """Whether kernels start before what the one before them writes is there."""
 
     def attend(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        out = super().attend(q, batch)
+        out = torch.full((q.shape[0], 3, *q.shape[1:]), float("nan"))
+        if batch.num_prefills:
+            prefills = batch.part(batch.num_decodes, batch.num_requests)
+            rows = slice(prefills.first_row, None)
+            out[rows] = super().attend(q, prefills)[rows]
         if batch.num_decodes:
-            out[: batch.num_decode_tokens, :2] = float("nan")
-            spec, scale = self.layer.config.spec, q.shape[-1] ** -0.5
-            problem = PagedProblem(q, self.pages, padded(batch), spec, scale)
-            launch_paged.decode(problem, out)
+            problem = PagedProblem(
+                q, self.pages, padded(batch), self.layer.config.spec, self.compression,
+                self.layer.config.window_size, q.shape[-1] ** -0.5,
+            )  # fmt: skip
+            with overlapping(self.pages) if self.overlap else nullcontext():
+                launch_paged.decode(problem, out)
         return out
+
+
+@contextmanager
+def overlapping(pages: NSAPages) -> Iterator[None]:
+    """Programs of compressed attention see the step's new blocks after they have waited only."""
+    rows = (pages.k_cmp, pages.v_cmp)
+    before = [x.clone() for x in rows]
+    attend, calls = launch_paged._attend_compressed, Counter[str]()
+
+    def write(values: list[torch.Tensor], name: str) -> None:
+        calls[name] += 1
+        for row, value in zip(rows, values, strict=True):
+            row.copy_(value)
+
+    def late(*args: Any) -> Any:
+        after = [x.clone() for x in rows]
+        cuda.gdc_launch_dependents = lambda: write(before, "started")
+        cuda.gdc_wait = lambda: write(after, "waited")
+        found = attend(*args)
+        assert calls["waited"] >= calls["started"] > 0
+        cuda.gdc_launch_dependents = cuda.gdc_wait = lambda: None
+        return found
+
+    cuda = triton.language.extra.cuda
+    kept = cuda.gdc_wait, cuda.gdc_launch_dependents, launch_paged.overlap_options
+    cuda.gdc_launch_dependents = cuda.gdc_wait = lambda: None
+    launch_paged.overlap_options = lambda *_: {"OVERLAP": True}
+    launch_paged._attend_compressed = late
+    try:
+        yield
+    finally:
+        cuda.gdc_wait, cuda.gdc_launch_dependents, launch_paged.overlap_options = kept
+        launch_paged._attend_compressed = attend
 
 
 def padded(batch: PagedBatch) -> PagedBatch:
@@ -77,6 +116,8 @@ class Case:
     page_size: int = 32
     steps: int = 6
     query_len: int = 1
+    overlap: bool = False
+    masses: int = 1 << 24
 
 
 WIDE = NSAConfig(cmp_block_size=8, cmp_stride=4, sel_block_size=32, top_n=5, window_size=20)
@@ -95,7 +136,9 @@ CASES = [
     Case("wide map", (60,), replace(SMALL, cmp_hidden_size=300)),
     Case("no initial block", (170,), replace(SMALL, num_init_blocks=0, num_local_blocks=1)),
     Case("speculating", (171, 40, 66), steps=3, query_len=3),
-    Case("several programs a token", (1100,), heads=(2, 1), steps=2),
+    Case("overlapping", (171, 40, 66), steps=3, query_len=3, overlap=True),
+    Case("a token a launch", (171, 40, 66), steps=3, query_len=3, masses=1),
+    Case("several programs a token", (1100,), heads=(2, 1), steps=2, overlap=True),
 ]
 
 
@@ -104,6 +147,7 @@ def error(case: Case) -> float:
     layer = make_layer(case.config, case.heads, case.dim)
     tokens = [make_tokens(length, layer, i) for i, length in enumerate(case.lengths)]
     paged = KernelLayer(layer, case.page_size, 40)
+    paged.overlap, launch_paged._SCRATCH_MASSES = case.overlap, case.masses
     taken = [i % case.query_len + 1 for i in range(len(tokens))]
     for i, rows in enumerate(tokens):
         if (first := rows.shape[0] - case.steps * taken[i]) > 0:

@@ -8,7 +8,7 @@ from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import PagedBatch, write_kv
 from sparsek_kernels.nsa.compress.rotary import rotary_frequencies
-from sparsek_kernels.nsa.paged.api import compress_new_blocks, nsa_paged_attention
+from sparsek_kernels.nsa.paged.api import nsa_paged_attention
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 
 NO_PAGE = 1 << 30
@@ -130,15 +130,10 @@ class PagedLayer:
         k = torch.cat([k[:, :raw], turn(k[:, raw:])], dim=1)
         cache = self.tokens.split(layer.head_dim, dim=-1)
         write_kv(k, v, *cache, None, slots)
-        self.compress(batch)
         out = self.attend(q, batch)
         hidden = torch.nn.functional.silu(layer.gate_in(x))
         gates = torch.sigmoid(layer.gate_out(hidden)).unflatten(-1, (3, layer.num_heads, 1))
         return layer.o_proj((out * gates).sum(1).flatten(1))
-
-    def compress(self, batch: PagedBatch) -> None:
-        """Store the blocks that the step completes."""
-        compress_new_blocks(self.pages, batch, self.layer.config.spec, self.compression)
 
     def attend(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """The three branches of the step's tokens ``q [T, Hq, D]``."""
@@ -146,7 +141,9 @@ class PagedLayer:
         out = torch.full((q.shape[0], 3, *q.shape[1:]), float("nan")).to(q)
         window = config.window_size
         for part in self.parts(batch):
-            nsa_paged_attention(q, self.pages, part, config.spec, window_size=window, out=out)
+            nsa_paged_attention(
+                q, self.pages, part, config.spec, self.compression, window_size=window, out=out
+            )
         return out
 
     def parts(self, batch: PagedBatch) -> list[PagedBatch]:

@@ -202,7 +202,8 @@ def test_sizes_that_cannot_be_served(config: NSAConfig, name: str) -> None:
 
 def test_bad_arguments() -> None:
     layer = make_layer()
-    pages = PagedLayer(layer, 32, 4).pages
+    paged = PagedLayer(layer, 32, 4)
+    pages, made = paged.pages, paged.compression
     batch = PagedBatch(
         block_table=torch.zeros(1, 1, dtype=torch.int32),
         seq_lens=torch.tensor([3], dtype=torch.int32),
@@ -216,9 +217,13 @@ def test_bad_arguments() -> None:
     q = torch.zeros(3, 4, 16)
     options = {"window_size": 20}
     with pytest.raises(ValueError, match="q: expected shape"):
-        nsa_paged_attention(q[..., :8], pages, batch, SMALL.spec, **options)
+        nsa_paged_attention(q[..., :8], pages, batch, SMALL.spec, made, **options)
+    out = torch.empty(3, 2, 4, 16)
     with pytest.raises(ValueError, match="out: expected shape"):
-        nsa_paged_attention(q, pages, batch, SMALL.spec, **options, out=torch.empty(3, 2, 4, 16))
+        nsa_paged_attention(q, pages, batch, SMALL.spec, made, **options, out=out)
     views = replace(pages, v_cmp=pages.v_cmp[:, :1])
     with pytest.raises(ValueError, match="v_cmp: expected shape"):
-        nsa_paged_attention(q, views, batch, SMALL.spec, **options)
+        nsa_paged_attention(q, views, batch, SMALL.spec, made, **options)
+    assert made.phi_v is not None
+    with pytest.raises(ValueError, match="phi_v: expected a hidden layer as wide as"):
+        replace(made, phi_v=made.phi_v._replace(w1=made.phi_v.w1[:, :1]))

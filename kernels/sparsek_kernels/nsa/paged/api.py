@@ -35,7 +35,8 @@ def compress_new_blocks(
 ) -> None:
     """Store the compressed blocks that the new tokens of ``batch`` complete.
 
-    The tokens themselves are in the pages already.
+    The tokens themselves are in the pages already.  On a GPU decodes are left out: the kernels of
+    their step compress.
 
     Args:
         pages: one layer's cache; ``k_cmp`` and ``v_cmp`` are written.
@@ -43,12 +44,7 @@ def compress_new_blocks(
         spec: block sizes.
         compression: the layer's maps.
     """
-    on_gpu = pages.k_cmp.is_cuda
-    if on_gpu and batch.num_decodes:
-        from sparsek_kernels.nsa.paged import launch as launch_paged
-
-        launch_paged.compress_decoded(pages, batch, spec, compression)
-    first = batch.num_decodes if on_gpu else 0
+    first = batch.num_decodes if pages.k_cmp.is_cuda else 0  # whose kernels compress
     if first == batch.num_requests:
         return
     request, block, slot_mapping = batch.derived(
@@ -109,6 +105,7 @@ def nsa_paged_attention(
     pages: NSAPages,
     batch: PagedBatch,
     spec: NSASpec,
+    compression: Compression,
     *,
     window_size: int,
     softmax_scale: float | None = None,
@@ -116,14 +113,15 @@ def nsa_paged_attention(
 ) -> torch.Tensor:
     """The three branches for the new tokens of ``batch``, before the gates.
 
-    The new tokens and the blocks that they complete are in the pages already
-    (:func:`sparsek_kernels.write_kv`, :func:`compress_new_blocks`).
+    The new tokens are in the pages already (:func:`sparsek_kernels.write_kv`); the blocks that they
+    complete are compressed first.
 
     Args:
         q: ``[T, Hq, D]``, fp16/bf16/fp32, rotated; requests packed in the order of ``batch``.
-        pages: one layer's cache.
+        pages: one layer's cache; ``k_cmp`` and ``v_cmp`` are written.
         batch: the requests; ``seq_lens_host`` is exact for those that are not decodes.
         spec: block sizes and counts (:func:`check_paged_spec`).
+        compression: the layer's maps.
         window_size: tokens of the sliding branch, the query's own included.
         softmax_scale: default ``D ** -0.5``.
         out: ``[T, 3, Hq, D]``, written and returned.
@@ -143,16 +141,23 @@ def nsa_paged_attention(
         out = q.new_empty((q.shape[0], 3, *q.shape[1:]))
     check_tensor("out", out, (q.shape[0], 3, *q.shape[1:]), (q.dtype,), q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    window = SelectionPolicy(window_size=window_size, sel_block_size=math.gcd(pages.page_size, 64))
-    paged_attention(q, pages.k_swa, pages.v_swa, batch, window, softmax_scale=scale, out=out[:, 2])
-    problem = PagedProblem(q, pages, batch, spec, scale)
-    if batch.num_decodes:
-        if q.is_cuda:
-            from sparsek_kernels.nsa.paged import launch as launch_paged
+    compress_new_blocks(pages, batch, spec, compression)
+    problem = PagedProblem(q, pages, batch, spec, compression, window_size, scale)
+    rest = batch
+    if batch.num_decodes and q.is_cuda:
+        from sparsek_kernels.nsa.paged import launch as launch_paged
 
-            launch_paged.decode(problem, out)
-        else:
-            paged_torch.decode(problem, out)
+        launch_paged.decode(problem, out)
+        rest = batch.part(batch.num_decodes, batch.num_requests)
+    elif batch.num_decodes:
+        paged_torch.decode(problem, out)
+    if rest.num_requests:
+        policy = SelectionPolicy(
+            window_size=window_size, sel_block_size=math.gcd(pages.page_size, 64)
+        )
+        paged_attention(
+            q, pages.k_swa, pages.v_swa, rest, policy, softmax_scale=scale, out=out[:, 2]
+        )
     if batch.num_prefills:
         lengths, counts = host_lengths(batch)
         token = batch.first_row + sum(counts[: batch.num_decodes])

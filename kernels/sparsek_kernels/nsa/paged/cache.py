@@ -65,7 +65,7 @@ class Compression:
 
     Args:
         phi_k: the learnable map of keys; the block mean when ``None``.
-        phi_v: the learnable map of values; the block mean when ``None``.
+        phi_v: the learnable map of values, as wide as that of keys; ``None`` with it.
         rope_freqs: ``[D / 2]`` fp32 of the rotary embedding; ``None`` leaves positions out.
         rotated_keys: the pages hold rotated keys (one K and V for all branches), which are
             rotated back before they are compressed.
@@ -75,6 +75,14 @@ class Compression:
     phi_v: PhiWeights | None
     rope_freqs: torch.Tensor | None
     rotated_keys: bool = False
+
+    def __post_init__(self) -> None:
+        widths = [None if x is None else x.w1.shape[1] for x in (self.phi_k, self.phi_v)]
+        if widths[0] != widths[1]:
+            raise ValueError(
+                f"phi_v: expected a hidden layer as wide as that of phi_k, {widths[0]}, "
+                f"got {widths[1]}"
+            )
 
     @cached_property
     def constants(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

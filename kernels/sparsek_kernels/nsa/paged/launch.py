@@ -1,5 +1,9 @@
 """Launches of the NSA decode step over a paged cache.
 
+Three kernels: what the new tokens complete is compressed; compressed attention, whose last program
+of a token chooses its blocks; the chosen blocks and the window.  On Hopper each starts while the
+one before it is at work, and waits for it where it reads what that writes.
+
 Nothing here reads a device value: grids follow from shapes and from the host bounds of the batch,
 so that the step can be captured in a CUDA graph and replayed with other lengths.
 """
@@ -11,21 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from sparsek_kernels.common.device import multiprocessors
-from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
+from sparsek_kernels.nsa.paged.kernels.attend import nsa_paged_attend_kernel
 from sparsek_kernels.nsa.paged.kernels.attend_compressed import nsa_paged_compressed_kernel
 from sparsek_kernels.nsa.paged.kernels.compress import nsa_paged_compress_kernel
-from sparsek_kernels.nsa.paged.kernels.scores import nsa_paged_scores_kernel
 from sparsek_kernels.nsa.paged.problem import PagedProblem
-from sparsek_kernels.nsa.select.launch import choose, score_pitch
-from sparsek_kernels.nsa.spec import NSASpec
-from sparsek_kernels.paged.attend.launch import attend_segment
-from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.config import choose_splits, largest_part, most_splits, next_power_of_2
-from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.scratch import workspace
+from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 
 @dataclass(frozen=True)
@@ -36,14 +32,21 @@ class DecodeTiles:
     cmp_programs: int = 2  # of compressed attention, per multiprocessor, that splitting aims at
     cmp_warps: int = 4
     cmp_stages: int = 2
-    score_rows: int = 128  # compressed rows that a program scores
-    score_warps: int = 4
+    rows: int = 64  # keys of the other branches at a time (half above 128 dimensions)
+    programs: int = 4  # of the other branches, per multiprocessor, that splitting aims at
+    warps: int = 4  # twice as many where every program has one tile of keys
+    stages: int = 2
 
 
 TILES = DecodeTiles()
 
 _WEIGHT_BYTES = 1 << 14  # of a tile of the compression's first layer
+_LAST_WEIGHT_BYTES = 1 << 15  # of its second layer
 _COMPRESS_STAGES = 7
+_COMPRESS_WARPS = 8
+_MOST_SPLITS = 32
+_SCRATCH_MASSES = 1 << 24
+"""Masses of blocks that are held at once (64 MiB); tokens beyond wait for the next launch."""
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -55,124 +58,157 @@ def _padded(n: int) -> int:
     return max(next_power_of_2(n), 16)
 
 
-def compress_decoded(
-    pages: NSAPages, batch: PagedBatch, spec: NSASpec, compression: Compression
-) -> None:
-    """Store the blocks that the decodes of ``batch`` complete."""
+def decode(problem: PagedProblem, out: torch.Tensor) -> None:
+    """Compress what the decodes complete and attend; only their rows of ``out`` are written.
+
+    ``out`` is ``[T, 3, Hq, D]``.
+    """
+    _compress(problem)
+    batch, spec, heads = problem.batch, problem.spec, problem.pages.num_kv_heads
+    tiles = batch.num_decodes * batch.decode_query_len
+    blocks = 2 * spec.num_selectable(batch.max_seq_len) * next_power_of_2(problem.group) * heads
+    step = max(_SCRATCH_MASSES // max(blocks, 1), 1)
+    for first in range(0, tiles, step):
+        part = (first, min(step, tiles - first))
+        cmp_splits, tile_keys, chosen = _attend_compressed(problem, out[:, 0], part)
+        _attend(problem, out, part, cmp_splits, tile_keys, chosen)
+
+
+def _compress(problem: PagedProblem) -> None:
+    """Store the blocks that the decodes complete."""
+    pages, batch, spec = problem.pages, problem.batch, problem.spec
     _, heads, page_size, dim = pages.k_raw.shape
     tiles = batch.num_decodes * batch.decode_query_len
     block_h, block_d = _padded(heads), _padded(dim)
-    key_constant, value_constant = compression.constants
-    rope_freqs = compression.rope_freqs
-    for cmp, raw, phi, constant, rope in (
-        (pages.k_cmp, pages.k_raw, compression.phi_k, key_constant, rope_freqs),
-        (pages.v_cmp, pages.v_raw, compression.phi_v, value_constant, None),
-    ):
-        hidden = 1 if phi is None else phi.w1.shape[1]
-        parts = 1 if phi is None else largest_part(spec.cmp_block_size, 8)
-        block_f = min(_padded(hidden), max(_WEIGHT_BYTES // (block_d * raw.element_size()), 16))
-        shares = 1 if phi is None else tiles * parts * block_h * hidden
-        nsa_paged_compress_kernel[(tiles, parts, ceil_div(hidden, block_f))](
-            cmp, workspace(raw.device, "nsa hidden", shares, torch.float32),
-            workspace(raw.device, "nsa tickets", tiles, torch.int32), raw,
-            raw if phi is None else phi.w1, raw if constant is None else constant,
-            raw if phi is None else phi.w2, raw if phi is None else phi.b2,
-            raw if rope is None else rope, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
-            *cmp.stride()[:3], *raw.stride()[:3],
-            batch.block_table.stride(0),
-            TILES_PER_REQUEST=batch.decode_query_len, NUM_HEADS=heads, HEAD_DIM=dim, HIDDEN=hidden,
-            CMP_BLOCK=spec.cmp_block_size, CMP_STRIDE=spec.cmp_stride, PAGE_SIZE=page_size,
-            HAS_PHI=phi is not None, HAS_ROPE=rope is not None,
-            ROTATED=compression.rotated_keys and rope is not None, PARTS=parts, BLOCK_H=block_h,
-            BLOCK_D=block_d, BLOCK_F=block_f, PRECISION=_precision(raw),
-            NUM_STAGES=_COMPRESS_STAGES, num_warps=4,
-        )  # fmt: skip
-
-
-def decode(problem: PagedProblem, out: torch.Tensor) -> None:
-    """Compressed and selected branch of the decodes: fills ``out[:, 0]`` and ``out[:, 1]``.
-
-    ``out`` is ``[T, 3, Hq, D]``; only rows of decodes are written.
-    """
-    batch, pages, spec = problem.batch, problem.pages, problem.spec
-    heads = pages.num_kv_heads
-    tokens = batch.num_decode_tokens
-    q, out = problem.q[:tokens], out[:tokens]
-    row, start = batch.derived(("nsa decode", tokens), lambda: _token_sequences(tokens, q.device))
-    lse = torch.empty((tokens, q.shape[1]), dtype=torch.float32, device=q.device)
-    _attend_compressed(problem, out[:, 0], lse, start)
-    pitch = score_pitch(spec.num_selectable(batch.max_seq_len))
-    scores = torch.empty((1, tokens, heads, pitch), dtype=torch.float32, device=q.device)
-    _score(problem, scores, lse)
-    chosen = torch.empty((1, tokens, heads, spec.top_n), dtype=torch.int32, device=q.device)
-    choose(chosen, scores, row, start, spec)
-    free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
-    policy = SelectionPolicy(
-        num_sink=spec.num_init_blocks * spec.sel_block_size,
-        window_size=(spec.num_local_blocks - 1) * spec.sel_block_size + 1,
-        top_k=free,
-        sel_block_size=spec.sel_block_size,
-        query_tile=1,
-    )
-    by_score = chosen[0, :, :, spec.num_init_blocks : spec.num_init_blocks + free]
-    operands = PagedOperands(q, pages.k_slc, pages.v_slc, out[:, 1], problem.softmax_scale)
-    attend_segment(operands, Segment(batch, policy), Chosen(by_score))
-
-
-def _token_sequences(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(row, start)``, int32 ``[T]`` each, with which every decoded token is a packed sequence.
-
-    The kernel of compressed attention stores ``row - position`` in ``start``, which ``choose``
-    reads as ``cu_seqlens``.  A row that no token has stays at position 0, where nothing is chosen.
-    """
-    row = torch.arange(tokens, device=device, dtype=torch.int32)
-    return row, row.clone()
+    made, raw = problem.compression, pages.k_raw
+    phi_k, phi_v, rope = made.phi_k, made.phi_v, made.rope_freqs
+    hidden, parts, size = 1, 1, raw.element_size() * block_d
+    weights: list[torch.Tensor | None] = [raw] * 8
+    if phi_k is not None and phi_v is not None:
+        hidden, parts = phi_k.w1.shape[1], largest_part(spec.cmp_block_size, 8)
+        weights = [phi_k.w1, phi_v.w1, *made.constants, phi_k.w2, phi_v.w2, phi_k.b2, phi_v.b2]
+    block_f = min(_padded(hidden), max(_WEIGHT_BYTES // size, 16))
+    shares = tiles * 2 * (parts + 1) * heads * hidden
+    nsa_paged_compress_kernel[(tiles, parts * ceil_div(hidden, block_f), 2)](
+        pages.k_cmp, pages.v_cmp, workspace(raw.device, "nsa hidden", shares, torch.float32),
+        workspace(raw.device, "nsa turns", tiles * 4 * block_d, torch.float32),
+        workspace(raw.device, "nsa tickets", tiles * 2, torch.int32), raw, pages.v_raw, *weights,
+        raw if rope is None else rope, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+        *pages.k_cmp.stride()[:3], *pages.v_cmp.stride()[:3], *raw.stride()[:3],
+        *pages.v_raw.stride()[:3],
+        batch.block_table.stride(0),
+        TILES_PER_REQUEST=batch.decode_query_len, NUM_HEADS=heads, HEAD_DIM=dim, HIDDEN=hidden,
+        CMP_BLOCK=spec.cmp_block_size, CMP_STRIDE=spec.cmp_stride, PAGE_SIZE=page_size,
+        HAS_PHI=phi_k is not None, HAS_ROPE=rope is not None,
+        ROTATED=made.rotated_keys and rope is not None, PARTS=parts, BLOCK_H=block_h,
+        BLOCK_D=block_d, BLOCK_F=block_f,
+        LAST_F=min(_padded(hidden), max(_LAST_WEIGHT_BYTES // size, 16)),
+        PRECISION=_precision(raw), NUM_STAGES=_COMPRESS_STAGES, num_warps=_COMPRESS_WARPS,
+        OVERLAP=overlap_options(raw.device)["OVERLAP"],
+    )  # fmt: skip
 
 
 def _attend_compressed(
-    problem: PagedProblem, out: torch.Tensor, lse: torch.Tensor, start: torch.Tensor
-) -> None:
+    problem: PagedProblem, out: torch.Tensor, part: tuple[int, int]
+) -> tuple[int, int, torch.Tensor]:
+    """Compressed attention, and the blocks that it chooses, flat ``[T, Hkv, top_n]`` int32.
+
+    ``part``: the first of the tokens that are served, and how many there are.
+
+    Returns the splits, the compressed blocks of a tile, and the chosen blocks.  With more than one
+    split the shares of the output wait in the workspaces.
+    """
     q, pages, batch, spec = problem.q, problem.pages, problem.batch, problem.spec
     _, heads, rows_per_page, dim = pages.k_cmp.shape
     block_m, block_d = _padded(problem.group), _padded(dim)
     block_n = TILES.cmp_rows if dim <= 128 else TILES.cmp_rows // 2
-    tiles = batch.num_decodes * batch.decode_query_len
-    steps = ceil_div(spec.num_compressed(batch.max_seq_len), block_n)
+    width = next_power_of_2(spec.strides_per_sel)
+    block_n = max(block_n, width)
+    per_tile = block_n // width
+    tile_keys = per_tile * spec.strides_per_sel
+    live = next_power_of_2(problem.group)
+    first, tiles = part
+    places = tiles * heads
+    rows = places * live
+    most_tiles = max(ceil_div(spec.num_compressed(batch.max_seq_len), tile_keys), 1)
     programs = TILES.cmp_programs * multiprocessors(q.device)
-    splits = choose_splits(tiles * heads, steps, programs)
-    places = tiles * heads if splits > 1 else 1
-    rows = places * splits * block_m
+    splits = choose_splits(places, most_tiles, programs, most=_MOST_SPLITS, least=1)
+    reached = most_tiles * per_tile
+    warps = TILES.cmp_warps if reached <= 2048 else 8 if reached <= 8192 else 16
+    chosen = workspace(q.device, "nsa chosen", q.shape[0] * heads * spec.top_n, torch.int32)
+    shares = _shares(q.device, "nsa compressed", rows * splits, block_d)
     nsa_paged_compressed_kernel[(tiles, heads, splits)](
-        out, lse, start, workspace(q.device, "nsa parts", rows * block_d, torch.float32),
-        workspace(q.device, "nsa part state", rows * 2, torch.float32),
-        workspace(q.device, "nsa tickets", places, torch.int32), q, pages.k_cmp, pages.v_cmp,
-        batch.block_table, batch.seq_lens, batch.cu_seqlens_q, problem.softmax_scale, splits,
-        *out.stride()[:2], *q.stride()[:2], *pages.k_cmp.stride()[:3], *pages.v_cmp.stride()[:3],
+        chosen, out, *shares,
+        workspace(q.device, "nsa masses", 2 * rows * (most_tiles + 1) * per_tile, torch.float32),
+        workspace(q.device, "nsa weights", rows * most_tiles, torch.float32),
+        workspace(q.device, "nsa compressed tickets", places, torch.int32), q, pages.k_cmp,
+        pages.v_cmp, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, problem.softmax_scale,
+        first, splits, most_tiles,
+        *(out.stride(0), out.stride(1)), *q.stride()[:2], *pages.k_cmp.stride()[:3],
+        *pages.v_cmp.stride()[:3],
         batch.block_table.stride(0),
         TILES_PER_REQUEST=batch.decode_query_len, NUM_KV_HEADS=heads, GROUP=problem.group,
         HEAD_DIM=dim, CMP_BLOCK=spec.cmp_block_size, CMP_STRIDE=spec.cmp_stride,
-        ROWS_PER_PAGE=rows_per_page, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        MOST_SPLITS=most_splits(splits), PRECISION=_precision(q), NUM_STAGES=TILES.cmp_stages,
-        num_warps=TILES.cmp_warps, num_stages=TILES.cmp_stages,
+        SEL_BLOCK=spec.sel_block_size, TOP_N=spec.top_n, NUM_INIT=spec.num_init_blocks,
+        NUM_LOCAL=spec.num_local_blocks, ROWS_PER_PAGE=rows_per_page, TILE_KEYS=tile_keys,
+        LIVE=live, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        BLOCK_T=next_power_of_2(max(most_tiles, ceil_div(32, per_tile))),
+        BLOCK_O=next_power_of_2(spec.top_n), MOST_SPLITS=most_splits(splits),
+        PRECISION=_precision(q), NUM_STAGES=TILES.cmp_stages, num_warps=warps,
+        num_stages=TILES.cmp_stages, **overlap_options(q.device),
+    )  # fmt: skip
+    return splits, tile_keys, chosen
+
+
+def _attend(
+    problem: PagedProblem,
+    out: torch.Tensor,
+    part: tuple[int, int],
+    cmp_splits: int,
+    tile_keys: int,
+    chosen: torch.Tensor,
+) -> None:
+    """The chosen blocks and the window, and the sum of what compressed attention left."""
+    q, pages, batch, spec = problem.q, problem.pages, problem.batch, problem.spec
+    _, heads, page_size, dim = pages.k_slc.shape
+    block_m, block_d, live = _padded(problem.group), _padded(dim), next_power_of_2(problem.group)
+    block_n = TILES.rows if dim <= 128 else TILES.rows // 2
+    first, tiles = part
+    places = tiles * heads
+    pieces = [
+        ceil_div(min(n, batch.max_seq_len), block_n)
+        for n in (problem.window_size, spec.top_n * spec.sel_block_size)
+    ]
+    each = max(TILES.programs * multiprocessors(q.device) // places, 1)
+    share = max(ceil_div(sum(pieces), each), ceil_div(max(pieces), _MOST_SPLITS))
+    window_splits, selected_splits = (ceil_div(n, share) for n in pieces)
+    width = window_splits + selected_splits
+    cmp_shares = _shares(q.device, "nsa compressed", places * cmp_splits * live, block_d)
+    shares = _shares(q.device, "nsa attend", places * width * live, block_d)
+    nsa_paged_attend_kernel[(tiles, heads, width + (cmp_splits > 1))](
+        out, *shares, workspace(q.device, "nsa attend tickets", places * 2, torch.int32),
+        *cmp_shares, chosen, q, pages.k_slc, pages.v_slc, pages.k_swa, pages.v_swa,
+        batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+        problem.softmax_scale, problem.window_size, first, cmp_splits, window_splits,
+        selected_splits,
+        *out.stride()[:3], *q.stride()[:2],
+        *pages.k_slc.stride()[:3], *pages.v_slc.stride()[:3],
+        *pages.k_swa.stride()[:3], *pages.v_swa.stride()[:3],
+        batch.block_table.stride(0),
+        TILES_PER_REQUEST=batch.decode_query_len, NUM_KV_HEADS=heads, GROUP=problem.group,
+        HEAD_DIM=dim, CMP_BLOCK=spec.cmp_block_size, CMP_STRIDE=spec.cmp_stride,
+        TILE_KEYS=tile_keys, SEL_BLOCK=spec.sel_block_size, TOP_N=spec.top_n,
+        PAGE_SIZE=page_size, LIVE=live, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        MOST=next_power_of_2(max(window_splits, selected_splits)),
+        MOST_CMP=most_splits(cmp_splits), PRECISION=_precision(q), NUM_STAGES=TILES.stages,
+        num_warps=TILES.warps * (2 if share == 1 else 1), num_stages=TILES.stages,
+        **overlap_options(q.device),
     )  # fmt: skip
 
 
-def _score(problem: PagedProblem, scores: torch.Tensor, lse: torch.Tensor) -> None:
-    q, k_cmp, batch, spec = problem.q, problem.pages.k_cmp, problem.batch, problem.spec
-    _, heads, rows_per_page, dim = k_cmp.shape
-    touching = spec.strides_per_cmp - 1
-    block_c = max(next_power_of_2(spec.strides_per_sel + touching), TILES.score_rows)
-    blocks = (block_c - touching) // spec.strides_per_sel
-    tiles = batch.num_decodes * batch.decode_query_len
-    steps = ceil_div(spec.num_selectable(batch.max_seq_len), blocks)
-    nsa_paged_scores_kernel[(tiles, heads, steps)](
-        scores, q, k_cmp, lse, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
-        problem.softmax_scale,
-        *q.stride()[:2], *k_cmp.stride()[:3],
-        batch.block_table.stride(0), scores.shape[3],
-        TILES_PER_REQUEST=batch.decode_query_len, GROUP=problem.group, HEAD_DIM=dim,
-        CMP_BLOCK=spec.cmp_block_size, CMP_STRIDE=spec.cmp_stride, SEL_BLOCK=spec.sel_block_size,
-        NUM_LOCAL=spec.num_local_blocks, ROWS_PER_PAGE=rows_per_page, BLOCKS=blocks,
-        BLOCK_B=next_power_of_2(blocks), BLOCK_C=block_c, BLOCK_G=_padded(problem.group),
-        BLOCK_D=_padded(dim), PRECISION=_precision(q), num_warps=TILES.score_warps,
-    )  # fmt: skip
+def _shares(
+    device: torch.device, name: str, rows: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scratch for partial outputs of so many rows, and for their maxima and sums."""
+    part = workspace(device, f"{name} parts", rows * dim, torch.float32)
+    return part, workspace(device, f"{name} states", rows * 2, torch.float32)

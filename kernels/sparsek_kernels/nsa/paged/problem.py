@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek_kernels.nsa.paged.cache import NSAPages
+from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.batch import PagedBatch
 
@@ -19,6 +19,8 @@ class PagedProblem:
     pages: NSAPages
     batch: PagedBatch
     spec: NSASpec
+    compression: Compression
+    window_size: int
     softmax_scale: float
 
     @property

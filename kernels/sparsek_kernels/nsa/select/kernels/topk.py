@@ -39,11 +39,27 @@ def _packed(flags):
 
 
 @triton.jit
-def _forced_blocks(
+def _token_row(
     indices_ptr, token_seq_ptr, cu_seqlens_ptr,
     first_row, num_q, offset,
+    TOP_N: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Where the program's token has its blocks, and the token's position."""
+    token = first_row + tl.program_id(0)
+    if VARLEN:
+        seq = tl.load(token_seq_ptr + token)
+        pos = token - tl.load(cu_seqlens_ptr + seq)
+    else:
+        pos = token + offset
+    row = (tl.program_id(2).to(tl.int64) * num_q + token) * tl.num_programs(1) + tl.program_id(1)
+    return indices_ptr + row * TOP_N, pos
+
+
+@triton.jit
+def forced_blocks(
+    out, pos,
     SEL_BLOCK: tl.constexpr, TOP_N: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_O: tl.constexpr,
 ):  # fmt: skip
     """Write the entries that the token's position decides: forced blocks, and -1 after the last.
 
@@ -51,20 +67,11 @@ def _forced_blocks(
     they are chosen from: ``(out, num_free, num_init, first_local)``.
     """
     FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
-    batch = tl.program_id(2).to(tl.int64)
-    token = first_row + tl.program_id(0)
-    if VARLEN:
-        seq = tl.load(token_seq_ptr + token)
-        pos = token - tl.load(cu_seqlens_ptr + seq)
-    else:
-        pos = token + offset
     own = pos // SEL_BLOCK
     num_init = tl.minimum(own + 1, NUM_INIT)
     first_local = tl.maximum(own - NUM_LOCAL + 1, num_init)
     num_local = own + 1 - first_local
     num_free = tl.minimum(first_local - num_init, FREE)
-    row = (batch * num_q + token) * tl.num_programs(1) + tl.program_id(1)
-    out = indices_ptr + row * TOP_N
     offs_o = tl.arange(0, BLOCK_O)  # [BLOCK_O]
     after = offs_o - num_init - num_free
     rest = tl.where(offs_o < num_init, offs_o, tl.where(after < num_local, first_local + after, -1))
@@ -74,7 +81,7 @@ def _forced_blocks(
 
 
 @triton.jit
-def _store_best(
+def store_best(
     out, score, num_free, num_init, first_local, FREE: tl.constexpr, BLOCK_O: tl.constexpr
 ):
     """Write the ``num_free`` best blocks, ascending, of ``score [BLOCK_R, 32]``.
@@ -141,10 +148,12 @@ def nsa_top_blocks_kernel(
     ``TOP_N - NUM_INIT - NUM_LOCAL`` best of them and the forced blocks are written ascending, -1
     after the last, to contiguous ``[B, N, Hkv, TOP_N]`` int32.
     """
-    out, num_free, num_init, first_local = _forced_blocks(
-        indices_ptr, token_seq_ptr, cu_seqlens_ptr, first_row, num_q, offset,
-        SEL_BLOCK, TOP_N, NUM_INIT, NUM_LOCAL, VARLEN, BLOCK_O,
-    )  # fmt: skip
+    out, pos = _token_row(
+        indices_ptr, token_seq_ptr, cu_seqlens_ptr, first_row, num_q, offset, TOP_N, VARLEN
+    )
+    out, num_free, num_init, first_local = forced_blocks(
+        out, pos, SEL_BLOCK, TOP_N, NUM_INIT, NUM_LOCAL, BLOCK_O
+    )
     if num_free > 0:
         COLS: tl.constexpr = 32
         row = tl.program_id(2).to(tl.int64) * num_rows + tl.program_id(0)
@@ -157,7 +166,7 @@ def nsa_top_blocks_kernel(
             other=0.0,
         )  # [BLOCK_B / COLS, COLS]
         FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
-        _store_best(out, score, num_free, num_init, first_local, FREE, BLOCK_O)
+        store_best(out, score, num_free, num_init, first_local, FREE, BLOCK_O)
 
 
 @triton.jit
@@ -172,10 +181,12 @@ def nsa_top_summed_blocks_kernel(
     ``words [B, num_rows, Hq, pitch, 16]`` holds the sums of ``pitch`` tiles of 32 blocks, relative
     to ``maxima [B, num_rows, Hq, pitch]``.
     """
-    out, num_free, num_init, first_local = _forced_blocks(
-        indices_ptr, token_seq_ptr, cu_seqlens_ptr, first_row, num_q, 0,
-        SEL_BLOCK, TOP_N, NUM_INIT, NUM_LOCAL, VARLEN, BLOCK_O,
-    )  # fmt: skip
+    out, pos = _token_row(
+        indices_ptr, token_seq_ptr, cu_seqlens_ptr, first_row, num_q, 0, TOP_N, VARLEN
+    )
+    out, num_free, num_init, first_local = forced_blocks(
+        out, pos, SEL_BLOCK, TOP_N, NUM_INIT, NUM_LOCAL, BLOCK_O
+    )
     if num_free > 0:
         batch = tl.program_id(2).to(tl.int64)
         row = tl.program_id(0)
@@ -201,4 +212,4 @@ def nsa_top_summed_blocks_kernel(
             share = tl.exp2(maxima - lse) * BLOCK_SUMS_SCALE  # [BLOCK_R]
             score += block_sums_of(words) * share[:, None]
         FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
-        _store_best(out, score, num_free, num_init, first_local, FREE, BLOCK_O)
+        store_best(out, score, num_free, num_init, first_local, FREE, BLOCK_O)

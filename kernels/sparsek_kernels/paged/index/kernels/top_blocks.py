@@ -25,7 +25,7 @@ def best_of(score, first, last, COUNT, BLOCK: tl.constexpr):
     is found by counting, a third of the range at a time, and winners are placed by one prefix sum.
     Ties go to the lower entry.  Needs ``last - first >= COUNT``.  Returns two ``[BLOCK]``.
 
-    ``_store_best`` of NSA has a loop of its own: here many warps share a row, so a pass takes two
+    ``store_best`` of NSA has a loop of its own: here many warps share a row, so a pass takes two
     counts in one sum, and winners are flags of single entries.
     """
     offs = tl.arange(0, BLOCK)
