@@ -186,7 +186,7 @@ def measure_mass(
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
     ] = None,
-    task: Annotated[str, typer.Option(help="Task of the prompt.")] = "multi_key",
+    task: Annotated[str, typer.Option(help="Task of the prompt.")] = "records",
     length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
     seed: Annotated[int, typer.Option(help="Of the prompt.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),

@@ -49,8 +49,6 @@ class Draft:
     lead: str  # first words of the answer, given to the model
     answers: tuple[str, ...]  # what a right answer contains
     target: str  # the whole right answer, as it continues ``lead``
-    # which needles the answer rests on, as indices; ``None`` for all
-    evidence: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,6 @@ class Prompt:
     answers: tuple[Answer, ...]  # what a right answer contains
     target: Tokens  # the whole right answer, whose log-likelihood is measured
     max_tokens: int  # to generate
-    # first token and the one behind the last of every piece that the answer rests on
-    evidence: tuple[tuple[int, int], ...]
     # RULER's metric of a reply, by name; else the share of the answers that it contains
     metric: str = ""
 
@@ -127,7 +123,7 @@ def fit(
     lead = tokenizer.encode(SHORT_LEAD if followed else draft.lead)
     notes = _notes(tokenizer, rng) if followed else []
     tail = (tokenizer.encode(draft.question), *notes, after, lead)
-    needles = [tokenizer.encode(text) for _, text in draft.needles]
+    needles = (tokenizer.encode(text) for _, text in draft.needles)
     room = length - sum(map(len, (*head, *needles, *tail)))
     if room < LEAST_FILLER:
         raise ValueError(
@@ -135,33 +131,23 @@ def fit(
             f"{task!r}, variant {variant!r}, got {length}"
         )
     filler = _take(tokenizer, draft.filler, room)
-    body: list[tuple[Tokens, int | None]] = []
-    order = sorted(range(len(needles)), key=lambda i: draft.needles[i][0])
+    body: list[Tokens] = []
     used = 0
-    for needle in order:
-        upto = 1 + round(draft.needles[needle][0] * (len(filler) - 1))
-        body += [(piece, None) for piece in filler[used:upto]]
-        body.append((needles[needle], needle))
+    for depth, text in sorted(draft.needles, key=lambda needle: needle[0]):
+        upto = 1 + round(depth * (len(filler) - 1))
+        body += [*filler[used:upto], tokenizer.encode(text)]
         used = upto
-    body += [(piece, None) for piece in filler[used:]]
-    wanted = set(range(len(needles)) if draft.evidence is None else draft.evidence)
-    position = sum(map(len, head))
-    evidence = []
-    for piece, origin in body:
-        if origin in wanted:
-            evidence.append((position, position + len(piece)))
-        position += len(piece)
+    body += filler[used:]
     target = tokenizer.encode(draft.target)
     return Prompt(
         task=task,
         variant=variant,
         length=length,
         index=index,
-        pieces=tuple(p for p in (*head, *(piece for piece, _ in body), *tail) if p),
+        pieces=tuple(piece for piece in (*head, *body, *tail) if piece),
         answers=tuple(make_answer(tokenizer, text) for text in draft.answers),
         target=target,
         max_tokens=len(target) + len(target) // 4 + 8,
-        evidence=tuple(evidence),
     )
 
 

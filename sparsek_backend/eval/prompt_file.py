@@ -6,7 +6,7 @@ each piece is written once:
     {"format": 1, "details": {...}, "pieces": [[1, 2], ...],
      "prompts": [{"task", "variant", "length", "index", "pieces": [0, 7, ...],
                   "answers": [{"text", "tokens": [[...], ...]}], "target": [...],
-                  "max_tokens", "evidence": [[start, end], ...], "metric"}],
+                  "max_tokens", "metric"}],
      "texts": [{"name", "ids": [...]}]}
 """
 
@@ -98,7 +98,6 @@ def _read(row: Mapping[str, Any], pieces: Sequence[Tokens]) -> Prompt:
         "pieces": tuple(pieces[number] for number in row["pieces"]),
         "answers": tuple(Answer(*answer) for answer in answers),
         "target": tuple(row["target"]),
-        "evidence": tuple((start, end) for start, end in row["evidence"]),
     }
     prompt = Prompt(
         **{item.name: row[item.name] for item in fields(Prompt) if item.name in row} | read

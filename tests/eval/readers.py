@@ -32,7 +32,7 @@ class WordTokenizer:
 
 
 class Reader:
-    """A model that knows the targets whose evidence lies among the latest `reach` tokens.
+    """A model that knows the targets whose answers stand among the latest `reach` tokens.
 
     Args:
         reach: tokens that it sees.
@@ -65,7 +65,13 @@ class Reader:
 
     def _reply(self, prompt: Prompt) -> Reply:
         self.asked.append(prompt.name)
-        seen = all(begin >= prompt.length - self._reach for begin, _ in prompt.evidence)
+        ids = prompt.ids[-self._reach :]
+        seen = all(any(_holds(ids, form) for form in x.tokens) for x in prompt.answers)
         tokens = prompt.target if seen else (1, 2)
-        text = self._tokenizer.decode(tokens) if self._has_text else None
-        return Reply(tokens, text, [-0.1 if seen else -5.0] * len(prompt.target))
+        said = self._tokenizer.decode(tokens) if self._has_text else None
+        return Reply(tokens, said, [-0.1 if seen else -5.0] * len(prompt.target))
+
+
+def _holds(ids: Sequence[int], form: Tokens) -> bool:
+    places = (i for i, token in enumerate(ids) if token == form[0])
+    return any(tuple(ids[i : i + len(form)]) == form for i in places)

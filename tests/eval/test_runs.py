@@ -30,7 +30,7 @@ from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
 from sparsek_backend.eval.tasks import make_prompts
 from tests.eval.readers import Reader, WordTokenizer
 
-TASKS = ("single", "records", "multi_value")
+TASKS = ("question_first", "records", "continuation")
 COUNT = 8
 
 
@@ -117,7 +117,7 @@ def test_runs_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     cells = {(row["label"], row["task"]): row for row in rows}
     assert cells["dense", MEAN]["accuracy"] == 1.0
     assert "delta_accuracy" not in cells["dense", MEAN]
-    single = cells["sink_window:600", "single"]
+    single = cells["sink_window:600", "question_first"]
     missed = round(COUNT * (1 - single["accuracy"]))
     assert 0 < missed < COUNT
     assert (single["lost"], single["gained"]) == (missed, 0)
@@ -149,11 +149,13 @@ def test_only_prompts_that_both_runs_scored_are_compared(tmp_path: Path) -> None
 
 def test_a_task_that_a_run_did_not_reach_is_warned_of(tmp_path: Path) -> None:
     dense, window = two_runs(tmp_path / "r.jsonl")
-    unfinished = replace(window, rows=[row for row in window.rows if row.get("task") == "single"])
+    unfinished = replace(
+        window, rows=[row for row in window.rows if row.get("task") == "question_first"]
+    )
     rows = retrieval_rows([dense, unfinished])
     assert warnings_of(rows) == [
         f"sink_window:600, {task}, plain, 1200 tokens: no prompt was scored"
-        for task in ("records", "multi_value")
+        for task in ("records", "continuation")
     ]
 
 
@@ -200,7 +202,7 @@ def test_what_is_no_record_is_refused_in_one_line(
 
 
 def test_a_result_without_what_is_drawn_is_refused(tmp_path: Path) -> None:
-    cell = {"variant": "plain", "length": 1, "label": "dense", "task": "single"}
+    cell = {"variant": "plain", "length": 1, "label": "dense", "task": "question_first"}
     path = tmp_path / "r.json"
     path.write_text(json.dumps({"model": "m", "retrieval": [cell]}))
     with pytest.raises(ValueError, match="a row lacks prefill_share"):

@@ -15,7 +15,7 @@ from tests.eval.readers import WordTokenizer
 
 TEXTS = [(f"text-{i}", "lorem ipsum dolor sit amet. " * 40 * (i + 1)) for i in range(6)]
 PROMPT = Prompt(
-    task="multi_value",
+    task="records",
     variant="plain",
     length=2,
     index=0,
@@ -23,7 +23,6 @@ PROMPT = Prompt(
     answers=(Answer("12", ((7, 1, 2), (1, 2))), Answer("34", ((7, 3, 4), (3, 4)))),
     target=(7, 1, 2, 9, 7, 3, 4),
     max_tokens=12,
-    evidence=(),
 )
 LOGPROBS = [-0.5] * 6 + [-4.0]
 

@@ -29,7 +29,7 @@ def test_a_server_is_scored_through_its_api(url: str) -> None:
     assert scorer.encode("ab") == (97, 98)
     assert scorer.frame() == ((1,), (10,))
     assert scorer.prompt_logprobs([5, 6, 7]) == [-6.0, -7.0]
-    prompt = Prompt("single", "plain", 2, 0, ((1, 2),), (), (3, 4), 4, ())
+    prompt = Prompt("single", "plain", 2, 0, ((1, 2),), (), (3, 4), 4)
     assert scorer.reply([prompt] * 3) == [Reply(None, " 12345. ok", [-3.0, -4.0])] * 3
 
 
@@ -60,7 +60,7 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
         (folder / f"{index}.txt").write_text("some words of text. " * 100)
     arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}"]
     arguments += ["--texts-folder", str(folder), "--texts", "2", "--text-length", "500"]
-    arguments += ["--task", "single", "--task", "multi_key", "--length", "2500"]
+    arguments += ["--task", "question_first", "--task", "records", "--length", "2500"]
     arguments += ["--out", str(tmp_path / "out"), "--commit", "abc1234"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -69,8 +69,8 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     assert document["perplexity"][1]["delta_nll"] == 0.0
     assert document["machine"]["commit"] == "abc1234"
     cells = {(r["label"], r["task"], r["variant"]): r for r in document["retrieval"]}
-    assert cells["dense", "single", "plain"]["accuracy"] == 1.0
-    assert cells["sparse", "multi_key", "followed"]["prefill_share"] is None
+    assert cells["dense", "question_first", "plain"]["accuracy"] == 1.0
+    assert cells["sparse", "records", "followed"]["prefill_share"] is None
     assert cells["sparse", "mean", "plain"]["delta_accuracy"] == 0.0
     assert (tmp_path / "out" / "quality.png").is_file()
     record = tmp_path / "out" / "quality.jsonl"
@@ -106,10 +106,10 @@ URL = "http://127.0.0.1:1/v1"
         (["--budget", "blocks"], "expected dense"),
         (["--out", __file__], "File exists"),
         (["--texts", "0", "--samples", "0"], "nothing to measure"),
-        (["--task", "passkey"], "expected one of single"),
-        (["--task", "single", "--task", "single"], "given twice"),
+        (["--task", "passkey"], "expected one of question_first"),
+        (["--task", "records", "--task", "records"], "given twice"),
         (["--suite", "longbench"], "suite: expected ruler"),
-        (["--suite", "ruler", "--task", "single"], "expected one of niah_single_1, "),
+        (["--suite", "ruler", "--task", "records"], "expected one of niah_single_1, "),
         (["--suite", "ruler", "--variant", "plain"], "drop --variant"),
         (["--variant", "late"], "expected one of plain, followed"),
         (["--prompts", "absent.json", "--seed", "1"], "drop --seed, --texts-folder"),

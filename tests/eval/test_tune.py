@@ -85,7 +85,12 @@ class Arithmetic:
 
 def prompts_of(length: int, count: int) -> PromptSet:
     made = make_prompts(
-        WordTokenizer(), tasks=["single"], variants=["plain"], lengths=[length], count=count, seed=0
+        WordTokenizer(),
+        tasks=["records"],
+        variants=["plain"],
+        lengths=[length],
+        count=count,
+        seed=0,
     )
     return PromptSet(list(made))
 
@@ -115,7 +120,7 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
     done = CliRunner().invoke(tune.app, ["model", "--prompts", str(single)])
     assert done.exit_code == 2
     assert "at least 2 prompts" in " ".join(done.output.split())
-    for ignored in (["--task", "single"], ["--texts", "4"]):
+    for ignored in (["--task", "records"], ["--texts", "4"]):
         done = CliRunner().invoke(tune.app, [*command, *ignored])
         assert done.exit_code == 2
         assert ignored[0] in done.output

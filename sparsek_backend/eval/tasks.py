@@ -1,0 +1,133 @@
+"""Tasks that RULER lacks: a question before its text, records of one form, a passage to go on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
+
+from sparsek_backend.eval.filler import NAMES, draw_numbers, endless, make_pool, make_sentence
+from sparsek_backend.eval.prompt import SHORT_LEAD, Draft, Prompt, Tokenizer, Variant, fit
+
+_KEYS = 8
+_RECORDS = 8192
+_SENTENCES = 3
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def question_first(rng: random.Random, depth: float, seed: int) -> Draft:
+    """The numbers of eight names in prose; which one is asked for stands before the text."""
+    names, numbers = rng.sample(NAMES, _KEYS), draw_numbers(rng, _KEYS)
+    depths = [depth, *(rng.random() for _ in range(_KEYS - 1))]
+    return Draft(
+        head=f"What is the access number of the {names[0]}? The text below says it.\n",
+        needles=[
+            (place, f"\nThe access number of the {name} is {number}.\n")
+            for place, name, number in zip(depths, names, numbers, strict=True)
+        ],
+        filler=endless(rng, make_pool(seed)),
+        question="\n\nNow answer the question that stands before the text.",
+        lead=SHORT_LEAD,
+        answers=(numbers[0],),
+        target=f" {numbers[0]}",
+    )
+
+
+def records(rng: random.Random, depth: float, seed: int) -> Draft:
+    """Hundreds of records of one form, each with a key; the value of one key is asked for."""
+    pool = _records(seed)
+    asked = rng.randrange(_RECORDS)
+    key, value, line = pool[asked]
+    return Draft(
+        head="Below is a table of records, each with a key and a value.\n",
+        needles=[(depth, line)],
+        filler=endless(rng, [line for _, _, line in (*pool[:asked], *pool[asked + 1 :])]),
+        question=f"\n\nWhat is the value of the key {key}?",
+        lead=f"The value of the key {key} is",
+        answers=(value,),
+        target=f" {value}",
+    )
+
+
+@lru_cache(maxsize=4)
+def _records(seed: int) -> tuple[tuple[str, str, str], ...]:
+    """Distinct keys of eight hexadecimal digits, their distinct values, and their lines."""
+    rng = random.Random(f"records {seed}")
+    keys = [f"{number:08x}" for number in rng.sample(range(1 << 28, 1 << 32), _RECORDS)]
+    values = draw_numbers(rng, _RECORDS)
+    return tuple((k, v, f"\nkey {k}: value {v}") for k, v in zip(keys, values, strict=True))
+
+
+def continuation(rng: random.Random, depth: float, seed: int) -> Draft:
+    """A passage in prose; given its first sentence, the three that follow are asked for."""
+    known = {text.strip() for text in make_pool(seed)}
+    passage: list[str] = []
+    while len(passage) <= _SENTENCES:
+        sentence = make_sentence(rng)
+        if sentence not in known:
+            known.add(sentence)
+            passage.append(sentence)
+    first, rest = passage[0], passage[1:]
+    return Draft(
+        head="Read the text below with care; one passage of it is asked for at the end.\n",
+        needles=[(depth, "\n" + " ".join(passage))],
+        filler=endless(rng, make_pool(seed)),
+        question=(
+            f'\n\nOne passage of the text begins like this: "{first}" Write the {_SENTENCES} '
+            "sentences that follow it, word for word."
+        ),
+        lead=f"The passage is: {first}",
+        answers=tuple(rest),
+        target=" " + " ".join(rest),
+    )
+
+
+TASKS: dict[str, Callable[[random.Random, float, int], Draft]] = {
+    make.__name__: make for make in (question_first, records, continuation)
+}
+"""By the name that users write: what makes one prompt in words.
+
+It gets the prompt's own generator, where in the text (0 to 1) the asked thing stands, and the seed
+of all.
+"""
+
+
+def check_tasks(names: Sequence[str], known: Collection[str] = TASKS) -> None:
+    """Raise a ValueError for a name that no task has."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"task: expected one of {', '.join(known)}, got {name!r}")
+
+
+def make_prompts(
+    tokenizer: Tokenizer,
+    *,
+    tasks: Sequence[str],
+    variants: Sequence[Variant],
+    lengths: Sequence[int],
+    count: int,
+    seed: int,
+) -> Iterator[Prompt]:
+    """Yield ``count`` prompts of every task, variant and length.
+
+    A prompt depends on its task, length and index, the seed and the tokenizer: more prompts are
+    the same ones and further ones.  The variants of a prompt share its body's needles.
+
+    Raises:
+        ValueError: unknown task, or a length without room for filler.
+    """
+    check_tasks(tasks)
+    for length, name, index, variant in itertools.product(lengths, tasks, range(count), variants):
+        own = f"{seed} {name} {length} {index}"
+        depth = (0.5 + index * _GOLDEN) % 1.0  # even over the prompts of a task
+        yield fit(
+            TASKS[name](random.Random(own), depth, seed),
+            tokenizer,
+            task=name,
+            variant=variant,
+            length=length,
+            index=index,
+            rng=random.Random(f"notes {own}"),
+        )
