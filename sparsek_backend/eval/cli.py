@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated
 
 import typer
@@ -31,21 +33,20 @@ from sparsek_backend.eval.options import (
     check_unique,
     server_of,
 )
-from sparsek_backend.eval.plot import plot_accuracy
+from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.record import read_rows
 from sparsek_backend.eval.results import (
     collect_runs,
-    perplexity_rows,
+    compare_runs,
     read_results,
-    retrieval_rows,
     warnings_of,
     write_results,
 )
-from sparsek_backend.eval.runs import LocalModel, OnProgress, Workplace, run_server
+from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
-from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
+from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tasks import make_prompts
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.machine import choose_device, describe_machine
@@ -62,8 +63,8 @@ app = typer.Typer(
 console = Console()
 _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
 
-Scoring = Callable[[OnProgress], str]
-"""Scores one budget or server, and returns the run's key."""
+Scoring = Callable[..., str]
+"""Gets where to report progress, and GPUs if it is to keep to some; returns its run's key."""
 Commit = Annotated[str, typer.Option(help="Commit to record where there is no git.")]
 
 
@@ -95,10 +96,10 @@ def evaluate(
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "quality",
     commit: Commit = "",
 ) -> None:
-    """Retrieval and perplexity, dense against sparse, prompt by prompt.
+    """Answers and their likelihood, dense against sparse, prompt by prompt.
 
-    Writes tables as CSV, everything as JSON, a plot, and each score as it is found: the same
-    command continues an interrupted evaluation.
+    Writes a table as CSV, everything as JSON, a plot, and each score as it is found: the same
+    command continues an interrupted evaluation. Every GPU has a budget of its own at a time.
     """
     if context.invoked_subcommand is not None:
         return
@@ -123,13 +124,14 @@ def evaluate(
         found, file = take_prompts(prompts, asked, tokenizer, what, kept)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
         runs: list[tuple[str, Scoring]] = []
+        gpus: Sequence[str | None] = (None,)
         if base_url:
             for url in base_url:
                 runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
         else:
-            local = LocalModel(what, engine.arguments())
+            local, gpus = LocalModel(what, engine.arguments()), engine.gpus()
             runs += [(one.label, partial(local.run, one, place)) for one in compared]
-        _report(out, name, run_all(found, runs), commit)
+        _report(out, name, run_all(found, runs, gpus), commit)
 
 
 @app.command("prompts")
@@ -146,7 +148,7 @@ def make_prompt_file(
         asked.check()
         tokenizer = partial(HubTokenizer, model, asked.chat)
         found, _ = take_prompts(None, asked, tokenizer, model, out)
-    console.print(f"wrote {len(found.prompts)} prompts and {len(found.texts)} texts to {out}")
+    console.print(f"wrote {len(found.prompts)} prompts to {out}")
 
 
 @app.command("report")
@@ -164,17 +166,16 @@ def report(
 
 @app.command("picture")
 def draw_picture(
-    results: Annotated[list[Path], typer.Argument(help="Result JSONs, of one model.")],
+    results: Annotated[list[Path], typer.Argument(help="Result JSONs, of one model or several.")],
     out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("picture.png"),
 ) -> None:
-    """Draw accuracy over attended share from result files: a panel for each length and variant.
+    """Draw accuracy and KL over the context from result files: a column for each model and variant.
 
     A budget that several files have is drawn from the last of them.
     """
     with _mendable():
-        model, rows = read_results(results)
         out.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"wrote {plot_accuracy(rows, out, model)}")
+        console.print(f"wrote {plot_results(read_results(results), out)}")
 
 
 @app.command("mass")
@@ -244,33 +245,42 @@ def take_prompts(
     return made, kept
 
 
-def run_all(asked: PromptSet, runs: Sequence[tuple[str, Scoring]]) -> list[str]:
-    """Run everything under one progress bar; returns the runs' keys."""
-    steps = len(asked.prompts) + len(asked.texts)
-    keys = []
+def run_all(
+    asked: PromptSet, runs: Sequence[tuple[str, Scoring]], gpus: Sequence[str | None] = (None,)
+) -> list[str]:
+    """Run everything under one progress bar, one run on each of ``gpus`` at a time; their keys."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(runs) * steps)
-        for label, run in runs:
-            begin = time.monotonic()
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+    with (
+        Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress,
+        ThreadPoolExecutor(len(gpus)) as pool,
+    ):
+        bar = progress.add_task("", total=len(runs) * len(asked.prompts))
 
-            def tell(count: int, what: str, label: str = label) -> None:
+        def run(label: str, scoring: Scoring) -> str:
+            def tell(count: int, what: str) -> None:
                 progress.update(bar, advance=count, description=f"{label}: {what}")
 
-            tell(0, "starting")
-            keys.append(run(tell))
+            begin, gpu = time.monotonic(), free.get()
+            try:
+                tell(0, "starting")
+                key = scoring(tell) if gpu is None else scoring(tell, gpu)
+            finally:
+                free.put(gpu)
             progress.console.print(f"{label}: done, {time.monotonic() - begin:.0f} s")
-    return keys
+            return key
+
+        return list(pool.map(run, *zip(*runs, strict=True)))
 
 
 def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> None:
     runs = collect_runs(read_rows(out / f"{name}.jsonl"), keys)
-    retrieval, perplexity = retrieval_rows(runs), perplexity_rows(runs)
-    for table in retrieval_tables(retrieval):
+    rows = compare_runs(runs)
+    for table in result_tables(rows):
         console.print(table)
-    if perplexity:
-        console.print(perplexity_table(perplexity))
-    for warning in warnings_of([*retrieval, *perplexity]):
+    for warning in warnings_of(rows):
         console.print(f"[yellow]warning[/yellow] {escape(warning)}", highlight=False)
     model = runs[0].about["model"]
     details = {
@@ -279,8 +289,6 @@ def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> No
         "machine": runs[0].about["machine"],
         "reported_by": asdict(describe_machine(choose_device(), commit)),
     }
-    written = write_results(out, name, runs, details)
-    if retrieval:
-        written.append(plot_accuracy(retrieval, out / f"{name}.png", model))
-    for path in written:
+    written = write_results(out, name, rows, runs, details)
+    for path in (*written, plot_results({model: rows}, out / f"{name}.png")):
         console.print(f"wrote {path}")

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import sparsek_backend
 import sparsek_kernels
 from sparsek_backend.eval.prompt import Prompt, Tokens
 from sparsek_backend.eval.scoring import Reply
+from sparsek_backend.eval.stats import TOP
 from sparsek_backend.extras import needing
 from sparsek_backend.plugin import register
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
@@ -129,21 +130,8 @@ class LocalScorer:
         self._engine = engine
         self._decode = decode
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        entries = self._generate([list(tokens)], [params])[0].prompt_logprobs
-        if entries is None or len(entries) != len(tokens):
-            raise RuntimeError("the engine returned no prompt_logprobs for this model")
-        return [
-            float(entry[token].logprob)
-            for token, entry in zip(tokens[1:], entries[1:], strict=True)
-        ]
-
     def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
-        """Answer prompts greedily, and score their targets token by token.
+        """Answer prompts greedily, and force their targets token by token; texts are read.
 
         Both requests of a prompt share its pages: the second reads them from the prefix cache.
         """
@@ -152,31 +140,42 @@ class LocalScorer:
         from sparsek_backend.eval.forcing import FORCED
 
         greedy = partial(SamplingParams, temperature=0.0, detokenize=False)
-        forced = partial(greedy, ignore_eos=True, logprobs=0)
+        forced = partial(greedy, ignore_eos=True, logprobs=TOP)
         ids, params = [], []
         for prompt in prompts:
-            ids += [prompt.ids] * 2
-            params.append(greedy(max_tokens=prompt.max_tokens))
             target = list(prompt.target)
-            params.append(forced(max_tokens=len(target), extra_args={FORCED: target}))
-        outputs = [output.outputs[0] for output in self._generate(ids, params)]
-        replies = []
-        for prompt, free, led in zip(prompts, outputs[::2], outputs[1::2], strict=True):
-            if tuple(led.token_ids) != prompt.target:
-                raise RuntimeError(f"{prompt.name}: the engine generated other tokens than forced")
-            tokens = tuple(free.token_ids)
-            logprobs = [
-                float(entry[token].logprob)
-                for token, entry in zip(prompt.target, led.logprobs, strict=True)
-            ]
-            text = None if self._decode is None else self._decode(tokens)
-            replies.append(Reply(tokens, text, logprobs))
-        return replies
+            if prompt.variant == "text":
+                ids.append([*prompt.ids, *target])
+                params.append(greedy(max_tokens=1, prompt_logprobs=TOP))
+            else:
+                ids += [prompt.ids] * 2
+                params.append(greedy(max_tokens=prompt.max_tokens))
+                params.append(forced(max_tokens=len(target), extra_args={FORCED: target}))
+        outputs = iter(self._generate(ids, params))
+        return [self._reply(prompt, outputs) for prompt in prompts]
+
+    def _reply(self, prompt: Prompt, outputs: Iterator[Any]) -> Reply:
+        free = next(outputs)
+        if prompt.variant == "text":
+            if not (read := free.prompt_logprobs):
+                raise RuntimeError("the engine returned no prompt_logprobs for this model")
+            return Reply((), None, _likely(read[-len(prompt.target) :]))
+        led = next(outputs).outputs[0]
+        if tuple(led.token_ids) != prompt.target:
+            raise RuntimeError(f"{prompt.name}: the engine generated other tokens than forced")
+        tokens = tuple(free.outputs[0].token_ids)
+        text = None if self._decode is None else self._decode(tokens)
+        return Reply(tokens, text, _likely(led.logprobs))
 
     def _generate(self, ids: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
         requests = [{"prompt_token_ids": tokens} for tokens in ids]
         found: list[Any] = self._engine.generate(requests, list(params), use_tqdm=False)
         return found
+
+
+def _likely(places: Iterable[Mapping[int, Any]]) -> list[dict[int, float]]:
+    """Log-probabilities of the tokens that vLLM names at each place."""
+    return [{token: float(entry.logprob) for token, entry in x.items()} for x in places]
 
 
 def close_engine(engine: Any) -> None:

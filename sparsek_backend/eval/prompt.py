@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from sparsek_backend.eval.filler import NOTES_BEGIN, make_notes
 
 Tokens = tuple[int, ...]
-Variant = Literal["plain", "followed"]
+Variant = Literal["plain", "followed", "text"]
 
 VARIANTS: tuple[Variant, ...] = ("plain", "followed")
 FOLLOWED_BY = 600
@@ -61,7 +61,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of exactly ``length`` tokens; with a ``metric``, of as many, its answer included."""
+    """A prompt of exactly ``length`` tokens; with a ``metric``, of as many, its answer included.
+
+    In the variant ``text`` nothing is asked: it is a text, whose second half is the target.
+    """
 
     task: str
     variant: Variant
@@ -78,7 +81,9 @@ class Prompt:
     def fits(self) -> bool:
         """Whether it has the tokens that its length allows."""
         found = len(self.ids)
-        return found + self.max_tokens <= self.length if self.metric else found == self.length
+        if self.metric:
+            return found + self.max_tokens <= self.length
+        return found + (len(self.target) if self.variant == "text" else 0) == self.length
 
     @property
     def name(self) -> str:

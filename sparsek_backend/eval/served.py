@@ -13,6 +13,7 @@ from typing import Any
 
 from sparsek_backend.eval.prompt import LONGEST_PIECE, Prompt, Tokens
 from sparsek_backend.eval.scoring import Reply
+from sparsek_backend.eval.stats import TOP
 
 _CONCURRENCY = 8
 
@@ -69,31 +70,27 @@ class ServedScorer:
         body = {"model": self.model, "prompt": text, "add_special_tokens": special}
         return tuple(int(token) for token in self._call("/tokenize", body)["tokens"])
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first."""
-        entries = self._complete(tokens, 1, prompt_logprobs=0).get("prompt_logprobs")
-        if not entries or len(entries) != len(tokens):
-            raise ServerError(
-                f"{self._root}: the server returned no prompt_logprobs for {self.model!r}; the "
-                "evaluation needs a vLLM server whose model supports them"
-            )
-        return [
-            float(entry[str(token)]["logprob"])
-            for token, entry in zip(tokens[1:], entries[1:], strict=True)
-        ]
-
     def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
-        """Answer prompts greedily, and score their targets as ends of prompts.
+        """Answer prompts greedily, and read their targets as ends of prompts.
 
-        A server forces no tokens, so the targets' log-likelihoods come from its prefill.
+        A server forces no tokens, so what it finds likely along a target comes from its prefill.
         """
         with ThreadPoolExecutor(_CONCURRENCY) as pool:
             return list(pool.map(self._reply, prompts))
 
     def _reply(self, prompt: Prompt) -> Reply:
-        text = str(self._complete(prompt.ids, prompt.max_tokens)["text"])
-        logprobs = self.prompt_logprobs([*prompt.ids, *prompt.target])
-        return Reply(None, text, logprobs[-len(prompt.target) :])
+        asks = prompt.variant != "text"
+        text = str(self._complete(prompt.ids, prompt.max_tokens)["text"]) if asks else ""
+        tokens = [*prompt.ids, *prompt.target]
+        read = self._complete(tokens, 1, prompt_logprobs=TOP).get("prompt_logprobs")
+        if not read or len(read) != len(tokens):
+            raise ServerError(
+                f"{self._root}: the server returned no prompt_logprobs for {self.model!r}; the "
+                "evaluation needs a vLLM server whose model supports them"
+            )
+        target = read[-len(prompt.target) :]
+        likely = [{int(x): float(y["logprob"]) for x, y in place.items()} for place in target]
+        return Reply(None, text, likely)
 
     def _complete(self, tokens: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_tokens}

@@ -12,7 +12,7 @@ from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
 
 
-def retrieval_tables(rows: Sequence[Row]) -> list[Table]:
+def result_tables(rows: Sequence[Row]) -> list[Table]:
     """For each length and variant: the budgets over all tasks, then task by task."""
     tables = []
     for length, variant in dict.fromkeys((row["length"], row["variant"]) for row in rows):
@@ -28,7 +28,7 @@ def retrieval_tables(rows: Sequence[Row]) -> list[Table]:
 def _against_reference(rows: Sequence[Row], title: str) -> Table:
     """Shares in per cent of the prefill's and the decode's keys; 95 % interval of the change."""
     table = _table(
-        title, "budget", "attended", "accuracy", "of dense", "change", "-/+", "p", "added NLL"
+        title, "budget", "attended", "accuracy", "of dense", "change", "-/+", "p", "added NLL", "KL"
     )
     for row in rows:
         shares = (_show(row[f"{phase}_share"], ".0%") for phase in ("prefill", "decode"))
@@ -41,6 +41,7 @@ def _against_reference(rows: Sequence[Row], title: str) -> Table:
             f"{row['lost']}/{row['gained']}" if "lost" in row else "-",
             _show(row.get("mcnemar_p"), ".2g"),
             _show(row.get("delta_nll"), "+.3f"),
+            _show(row.get("kl"), ".4f"),
         )
     return table
 
@@ -52,23 +53,6 @@ def _by_task(rows: Sequence[Row], title: str) -> Table:
         cells = {row["label"]: row for row in rows if row["task"] == task}
         shown = (_show(cells.get(label, {}).get("accuracy"), ".3f") for label in labels)
         table.add_row(task, *shown)
-    return table
-
-
-def perplexity_table(rows: Sequence[Row]) -> Table:
-    """The budgets over the texts."""
-    names = ("tokens", "attended", "ppl", "2nd half", "added NLL", "2nd half")
-    table = _table("perplexity of texts", "budget", *names)
-    for row in rows:
-        table.add_row(
-            row["label"],
-            str(row["length"]),
-            _show(row["prefill_share"], ".0%"),
-            f"{row['ppl']:.2f}",
-            f"{row['ppl_second_half']:.2f}",
-            f"{row['delta_nll']:+.4f}",
-            f"{row['delta_nll_second_half']:+.4f}",
-        )
     return table
 
 

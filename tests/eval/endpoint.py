@@ -39,7 +39,8 @@ class Endpoint(BaseHTTPRequestHandler):
         choice: dict[str, Any] = {"text": f" {said}. ok"}
         if "prompt_logprobs" in body and self.logprobs:
             tokens = body["prompt"]
-            choice["prompt_logprobs"] = [None] + [{str(t): {"logprob": -t}} for t in tokens[1:]]
+            found = [{str(t): {"logprob": -t}, "0": {"logprob": -0.1}} for t in tokens[1:]]
+            choice["prompt_logprobs"] = [None, *found]
         self._send({"choices": [choice]})
 
     def _send(self, answer: object, status: int = 200) -> None:

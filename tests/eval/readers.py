@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -54,9 +55,6 @@ class Reader:
         self._calls_left = fails_after
         self.asked: list[str] = []
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        return [-1.0 if i < len(tokens) // 2 else -3.0 for i in range(1, len(tokens))]
-
     def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
         self._calls_left -= 1
         if self._calls_left < 0:
@@ -69,7 +67,9 @@ class Reader:
         seen = all(any(_holds(ids, form) for form in x.tokens) for x in prompt.answers)
         tokens = prompt.target if seen else (1, 2)
         said = self._tokenizer.decode(tokens) if self._has_text else None
-        return Reply(tokens, said, [-0.1 if seen else -5.0] * len(prompt.target))
+        share = 0.9 if seen else 0.01
+        likely = [{x: math.log(share), 0: math.log(1 - share)} for x in prompt.target]
+        return Reply(tokens, said, likely)
 
 
 def _holds(ids: Sequence[int], form: Tokens) -> bool:

@@ -16,6 +16,7 @@ from sparsek_backend.eval.filler import make_pool
 from sparsek_backend.eval.prompt import FOLLOWED_BY, VARIANTS, Prompt, Variant
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.tasks import TASKS, make_prompts
+from sparsek_backend.eval.texts import make_text
 from tests.eval.readers import WordTokenizer
 
 
@@ -115,15 +116,19 @@ def test_filler_repeats_no_sentence() -> None:
 @pytest.mark.parametrize("name", ["prompts.json", "deep/prompts.json.gz"])
 def test_a_prompt_file_gives_back_what_was_saved(name: str, tmp_path: Path) -> None:
     _, prompts = prompts_of("continuation", 1500, count=3)
-    saved = PromptSet(prompts, [("speech", (5, 6, 7))], {"seed": 0})
+    text = make_text(0, (5, 6, 7))
+    saved = PromptSet([*prompts, text], {"seed": 0})
     save_prompts(tmp_path / name, saved)
     assert load_prompts(tmp_path / name) == saved
     longest = max(max(p.max_tokens, len(p.target)) for p in prompts)
     assert saved.longest_request == 1500 + longest
+    assert PromptSet([text]).longest_request == 4  # an engine answers texts too
+    at_the_limit = replace(text, variant="plain", metric="string_match_all", max_tokens=7)
+    assert PromptSet([at_the_limit]).longest_request == 1 + 7
 
 
 def test_prompts_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """Of tasks that went, and with the places of what an answer rests on."""
+    """Of tasks that went, with the places of what an answer rests on, and with texts apart."""
     path = tmp_path / "prompts.json"
     _, prompts = prompts_of("records", 1500)
     save_prompts(path, PromptSet(prompts))
@@ -131,8 +136,9 @@ def test_prompts_of_earlier_versions_are_read(tmp_path: Path) -> None:
     (row,) = document["prompts"]
     del row["metric"]
     document["prompts"] = [{**row, "task": "multi_key", "evidence": [[7, 20]]}]
-    path.write_text(json.dumps(document))
-    assert load_prompts(path).prompts == [replace(prompts[0], task="multi_key")]
+    path.write_text(json.dumps({**document, "texts": [{"name": "speech", "ids": [5, 6, 7]}]}))
+    text = make_text(0, (5, 6, 7))
+    assert load_prompts(path).prompts == [replace(prompts[0], task="multi_key"), text]
 
 
 def test_a_damaged_prompt_file_is_named(tmp_path: Path) -> None:

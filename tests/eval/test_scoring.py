@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sparsek_backend.eval.perplexity import pick_texts, read_texts, score_text
 from sparsek_backend.eval.prompt import Answer, Prompt
 from sparsek_backend.eval.scoring import Reply, Score, score_reply
-from sparsek_backend.eval.stats import mcnemar, mean_interval
+from sparsek_backend.eval.stats import divergence, mcnemar, mean_interval, pack
+from sparsek_backend.eval.texts import make_text, pick_texts, read_texts
 from tests.eval.readers import WordTokenizer
 
-TEXTS = [(f"text-{i}", "lorem ipsum dolor sit amet. " * 40 * (i + 1)) for i in range(6)]
+TEXTS = ["lorem ipsum dolor sit amet. " * 40 * (i + 1) for i in range(6)]
 PROMPT = Prompt(
     task="records",
     variant="plain",
@@ -24,7 +28,7 @@ PROMPT = Prompt(
     target=(7, 1, 2, 9, 7, 3, 4),
     max_tokens=12,
 )
-LOGPROBS = [-0.5] * 6 + [-4.0]
+LIKELY = [{token: -0.5} for token in PROMPT.target[:6]] + [{4: -4.0, 5: -0.1}]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +46,8 @@ LOGPROBS = [-0.5] * 6 + [-4.0]
 def test_a_reply_is_scored_by_what_it_contains(
     tokens: tuple[int, ...] | None, text: str | None, accuracy: float
 ) -> None:
-    score = score_reply(PROMPT, Reply(tokens, text, LOGPROBS))
-    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0))
+    score = score_reply(PROMPT, Reply(tokens, text, LIKELY))
+    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0), pack(LIKELY))
 
 
 @pytest.mark.parametrize(
@@ -63,28 +67,33 @@ def test_rulers_metrics_score_a_reply(
 ) -> None:
     answers = (Answer("ab", ((1, 2),)), Answer("CD", ((3, 4),)))
     prompt = replace(PROMPT, answers=answers, metric=metric)
-    score = score_reply(prompt, Reply(tokens, text, LOGPROBS))
-    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0))
+    score = score_reply(prompt, Reply(tokens, text, LIKELY))
+    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0), pack(LIKELY))
 
 
 def test_a_reply_without_its_logprobs_or_words_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 7, one for each token"):
-        score_reply(PROMPT, Reply((1,), None, LOGPROBS[1:]))
+        score_reply(PROMPT, Reply((1,), None, LIKELY[1:]))
     with pytest.raises(ValueError, match="expected text or tokens"):
-        score_reply(PROMPT, Reply(None, None, LOGPROBS))
+        score_reply(PROMPT, Reply(None, None, LIKELY))
 
 
-def test_perplexity_reports_the_second_half_apart() -> None:
-    logprobs = [-1.0 if i < 500 else -3.0 for i in range(1, 1000)]
-    found = score_text(logprobs)
-    assert found["nll_second_half"] == pytest.approx(3.0)
-    assert found["nll"] == pytest.approx((499 * 1.0 + 500 * 3.0) / 999)
+def test_a_text_is_read_in_its_second_half() -> None:
+    text = make_text(3, tuple(range(10, 19)))
+    assert (text.ids, text.target) == ([10, 11, 12, 13], (14, 15, 16, 17, 18))
+    assert text.name == "text/text/9/3"
+    assert text.fits
+    likely = [{token: -3.0 if token < 16 else -1.0, 5: -2.0} for token in text.target]
+    score = score_reply(text, Reply((), None, likely))
+    assert (score.accuracy, score.correct) == (0.6, False)
+    assert score.nll == pytest.approx((2 * 3.0 + 3 * 1.0) / 5)
 
 
 def test_texts_are_spread_and_too_short_ones_refused(tmp_path: Path) -> None:
     tokenizer = WordTokenizer()
     picked = pick_texts(TEXTS, tokenizer, length=300, count=3)
-    assert [len(tokens) for _, tokens in picked] == [300] * 3
+    assert [(text.index, text.length) for text in picked] == [(i, 300) for i in range(3)]
+    assert all(text.fits for text in picked)
     with pytest.raises(ValueError, match=r"2 texts of at least 100000 tokens, found 0 among 6"):
         pick_texts(TEXTS, tokenizer, length=100_000, count=2)
     with pytest.raises(ValueError, match=r"found 1 \(the longest has 1441\)"):
@@ -93,7 +102,7 @@ def test_texts_are_spread_and_too_short_ones_refused(tmp_path: Path) -> None:
         read_texts(tmp_path)
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "a.txt").write_text("one")
-    assert read_texts(tmp_path) == [("a", "one"), ("b", "two")]
+    assert read_texts(tmp_path) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,7 @@ def test_mcnemars_exact_test(both: int, lost: int, gained: int, neither: int, p:
 
 
 def test_mcnemar_needs_pairs() -> None:
-    with pytest.raises(ValueError, match="other: expected 1 prompts"):
+    with pytest.raises(ValueError, match="longer"):
         mcnemar([True], [True, False])
 
 
@@ -134,3 +143,33 @@ def test_bootstrap_intervals() -> None:
 
 def test_a_task_with_one_score_is_as_it_is_in_every_draw() -> None:
     assert mean_interval([[0.0, 1.0], [1.0]]) == (0.75, 0.5, 1.0)
+
+
+def places(*rows: dict[int, float]) -> str:
+    """Packed from probabilities."""
+    return pack([{token: math.log(share) for token, share in row.items()} for row in rows])
+
+
+def test_divergence_by_hand() -> None:
+    """Tokens that both list count by themselves, all others together."""
+    old = places({1: 0.5, 2: 0.25}, {1: 0.5, 3: 0.5}, {7: 0.9})
+    new = places({1: 0.25, 2: 0.5}, {1: 0.25, 4: 0.5}, {8: 0.9})
+    known = 0.5 * math.log(0.5 / 0.25) + 0.25 * math.log(0.25 / 0.5)
+    same_rest = 0.25 * math.log(0.25 / 0.25)
+    other_rest = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    found = divergence(old, new)
+    assert found.tolist() == pytest.approx([known + same_rest, other_rest, 0.0], abs=1e-6)
+    assert divergence(old, old).tolist() == [0.0] * 3
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 1 << 30), spread=st.floats(0.1, 6.0))
+def test_divergence_is_a_lower_bound(seed: int, spread: float) -> None:
+    random = np.random.default_rng(seed)
+    logits = spread * random.standard_normal((2, 5, 200))
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    old, new = (pack([dict(enumerate(row)) for row in rows]) for rows in logprobs)
+    whole = (np.exp(logprobs[0]) * (logprobs[0] - logprobs[1])).sum(-1)
+    found = divergence(old, new)
+    assert (found >= -1e-6).all()
+    assert (found <= whole + 1e-4).all()

@@ -14,6 +14,7 @@ from sparsek_backend.eval.cli import app
 from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.served import ServedScorer, ServerError
+from sparsek_backend.eval.texts import make_text
 from tests.eval.endpoint import Endpoint, serving
 
 
@@ -28,9 +29,10 @@ def test_a_server_is_scored_through_its_api(url: str) -> None:
     assert scorer.model == "served"
     assert scorer.encode("ab") == (97, 98)
     assert scorer.frame() == ((1,), (10,))
-    assert scorer.prompt_logprobs([5, 6, 7]) == [-6.0, -7.0]
     prompt = Prompt("single", "plain", 2, 0, ((1, 2),), (), (3, 4), 4)
-    assert scorer.reply([prompt] * 3) == [Reply(None, " 12345. ok", [-3.0, -4.0])] * 3
+    likely = [{3: -3.0, 0: -0.1}, {4: -4.0, 0: -0.1}]
+    assert scorer.reply([prompt] * 3) == [Reply(None, " 12345. ok", likely)] * 3
+    assert scorer.reply([make_text(0, (1, 2, 3, 4))]) == [Reply(None, "", likely)]
 
 
 def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,10 +43,10 @@ def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ServerError, match="expected one of"):
         ServedScorer(url, "other")
     with pytest.raises(ServerError, match="status 400"):
-        ServedScorer(url).prompt_logprobs([0] * 6000)
+        ServedScorer(url).reply([make_text(0, (0,) * 6000)])
     monkeypatch.setattr(Endpoint, "logprobs", False)
     with pytest.raises(ServerError, match="no prompt_logprobs"):
-        ServedScorer(url).prompt_logprobs([1, 2])
+        ServedScorer(url).reply([make_text(0, (1, 2))])
     monkeypatch.setattr(Endpoint, "models", {"error": "not here"})
     with pytest.raises(ServerError, match="lists no model"):
         ServedScorer(url)
@@ -66,12 +68,14 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert [run["label"] for run in document["runs"]] == ["dense", "sparse"]
-    assert document["perplexity"][1]["delta_nll"] == 0.0
     assert document["machine"]["commit"] == "abc1234"
     cells = {(r["label"], r["task"], r["variant"]): r for r in document["retrieval"]}
     assert cells["dense", "question_first", "plain"]["accuracy"] == 1.0
     assert cells["sparse", "records", "followed"]["prefill_share"] is None
     assert cells["sparse", "mean", "plain"]["delta_accuracy"] == 0.0
+    assert cells["sparse", "mean", "plain"]["kl"] == 0.0
+    assert cells["sparse", "text", "text"]["delta_nll"] == 0.0
+    assert cells["dense", "text", "text"]["prompts"] == 2
     assert (tmp_path / "out" / "quality.png").is_file()
     record = tmp_path / "out" / "quality.jsonl"
     scored = [line for line in record.read_text().splitlines() if '"kind": "run"' not in line]
