@@ -97,10 +97,9 @@ def backend_report(settings: Mapping[str, Any] | None) -> str:
 
     if not STATS.forward_calls:
         raise RuntimeError(f"{BACKEND_NAME} was chosen, but its forward never ran")
-    report = (
-        f"{BACKEND_NAME}, {STATS.forward_calls} forward calls, "
-        f"{100 * STATS.attended_share:.1f} % of the context attended"
-    )
+    shares = STATS.attended.shares(STATS.context).items()
+    attended = "".join(f", {share:.1%} of the context attended in {x}" for x, share in shares)
+    report = f"{BACKEND_NAME}, {STATS.forward_calls} forward calls{attended}"
     fallbacks = {reason: count for reason, count in fallback_counts().items() if count}
     return report + (f", fallbacks {fallbacks}" if fallbacks else "")
 
