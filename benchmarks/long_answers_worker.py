@@ -16,7 +16,8 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from sparsek_backend.eval.engine import backend_report, close_engine, open_scoring_engine
+from sparsek_backend.eval.engine import backend_report, close_engine
+from sparsek_backend.eval.local import open_scoring_engine
 from sparsek_backend.eval.prompt_file import load_prompts
 from sparsek_backend.eval.workers import report_progress, serve_job
 

@@ -18,18 +18,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sparsek_backend.command_line import failing_on, grouped, refuse_set
+from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import parse_budget
-from sparsek_backend.eval.mass import (
-    measure_model,
-    phase_summaries,
-    plot_masses,
-    write_masses,
-)
+from sparsek_backend.eval.mass import PHASES, mean_of, measure_model, plot_masses
 from sparsek_backend.eval.options import (
     BudgetOptions,
     EngineOptions,
     PromptOptions,
-    QuestionOptions,
     check_unique,
     server_of,
 )
@@ -223,15 +218,15 @@ def measure_mass(
                 on_layer=lambda layer: status.update(f"layer {layer}"),
             )
         title = f"{Path(model).name}, {budget}, {length} tokens, {task}"
-        for line in phase_summaries(masses):
-            console.print(line)
-        console.print(f"wrote {write_masses(out / f'{name}.csv', masses)}")
+        for phase in PHASES:
+            console.print(mean_of(masses, phase))
+        console.print(f"wrote {write_csv_file(out / f'{name}.csv', masses, digits=6)}")
         console.print(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
 
 
 def take_prompts(
     given: Path | None,
-    asked: QuestionOptions,
+    asked: PromptOptions,
     tokenizer: Callable[[], Tokenizer],
     model: str,
     kept: Path,

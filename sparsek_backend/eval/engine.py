@@ -9,21 +9,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import sparsek_backend
 import sparsek_kernels
-from sparsek_backend.eval.prompt import Prompt, Tokens
-from sparsek_backend.eval.scoring import Reply
-from sparsek_backend.eval.stats import TOP
 from sparsek_backend.extras import needing
 from sparsek_backend.plugin import register
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
-
-FORCE_TOKENS = "sparsek_backend.eval.forcing:ForceTokens"
 
 
 def open_engine(
@@ -102,79 +96,6 @@ def backend_report(settings: Mapping[str, Any] | None) -> str:
     report = f"{BACKEND_NAME}, {STATS.forward_calls} forward calls{attended}"
     fallbacks = {reason: count for reason, count in fallback_counts().items() if count}
     return report + (f", fallbacks {fallbacks}" if fallbacks else "")
-
-
-def open_scoring_engine(model: str, **arguments: Any) -> Any:
-    """A `vllm.LLM` that needs no tokenizer and takes tokens to force.
-
-    vLLM's first model runner is chosen: its logits processors are the same in every version.
-    """
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    arguments.setdefault("skip_tokenizer_init", True)
-    # A forced token is found by the number of tokens before it, which must be known each step.
-    arguments.setdefault("async_scheduling", False)
-    arguments.setdefault("enable_prefix_caching", True)
-    arguments.setdefault("logits_processors", [FORCE_TOKENS])
-    return open_engine(model, **arguments)
-
-
-class LocalScorer:
-    """A :class:`Scorer` over an in-process engine.
-
-    Args:
-        decode: token ids to text, or ``None`` where there is no tokenizer.
-    """
-
-    def __init__(self, engine: Any, decode: Callable[[Tokens], str] | None = None) -> None:
-        self._engine = engine
-        self._decode = decode
-
-    def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
-        """Answer prompts greedily, and force their targets token by token; texts are read.
-
-        Both requests of a prompt share its pages: the second reads them from the prefix cache.
-        """
-        from vllm import SamplingParams
-
-        from sparsek_backend.eval.forcing import FORCED
-
-        greedy = partial(SamplingParams, temperature=0.0, detokenize=False)
-        forced = partial(greedy, ignore_eos=True, logprobs=TOP)
-        ids, params = [], []
-        for prompt in prompts:
-            target = list(prompt.target)
-            if prompt.variant == "text":
-                ids.append([*prompt.ids, *target])
-                params.append(greedy(max_tokens=1, prompt_logprobs=TOP))
-            else:
-                ids += [prompt.ids] * 2
-                params.append(greedy(max_tokens=prompt.max_tokens))
-                params.append(forced(max_tokens=len(target), extra_args={FORCED: target}))
-        outputs = iter(self._generate(ids, params))
-        return [self._reply(prompt, outputs) for prompt in prompts]
-
-    def _reply(self, prompt: Prompt, outputs: Iterator[Any]) -> Reply:
-        free = next(outputs)
-        if prompt.variant == "text":
-            if not (read := free.prompt_logprobs):
-                raise RuntimeError("the engine returned no prompt_logprobs for this model")
-            return Reply((), None, _likely(read[-len(prompt.target) :]))
-        led = next(outputs).outputs[0]
-        if tuple(led.token_ids) != prompt.target:
-            raise RuntimeError(f"{prompt.name}: the engine generated other tokens than forced")
-        tokens = tuple(free.outputs[0].token_ids)
-        text = None if self._decode is None else self._decode(tokens)
-        return Reply(tokens, text, _likely(led.logprobs))
-
-    def _generate(self, ids: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
-        requests = [{"prompt_token_ids": tokens} for tokens in ids]
-        found: list[Any] = self._engine.generate(requests, list(params), use_tqdm=False)
-        return found
-
-
-def _likely(places: Iterable[Mapping[int, Any]]) -> list[dict[int, float]]:
-    """Log-probabilities of the tokens that vLLM names at each place."""
-    return [{token: float(entry.logprob) for token, entry in x.items()} for x in places]
 
 
 def close_engine(engine: Any) -> None:

@@ -16,8 +16,7 @@ from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.prompt import VARIANTS, Prompt, Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.ruler import make_ruler_prompts, read_tasks
-from sparsek_backend.eval.tasks import TASKS, check_tasks, make_prompts
-from sparsek_backend.eval.texts import pick_texts, read_texts
+from sparsek_backend.eval.tasks import TASKS, check_tasks, make_prompts, read_texts
 from sparsek_backend.models import fetch_texts
 
 _ON_GPU = {"arms": "block_topk:96", "length": 16384, "samples": 100}
@@ -26,8 +25,8 @@ _ON_CPU = {"arms": "block_topk:16,decode_tokens=512", "length": 4096, "samples":
 
 
 @dataclass(frozen=True)
-class QuestionOptions:
-    """Which questions are asked."""
+class PromptOptions:
+    """Which prompts are given."""
 
     suite: Annotated[
         str | None,
@@ -58,8 +57,8 @@ class QuestionOptions:
     samples: Annotated[
         int | None,
         typer.Option(
-            min=0,
-            help="Prompts of each task, variant and length; 0 skips them. By default "
+            min=1,
+            help="Prompts of each task, variant and length. By default "
             f"{_ON_GPU['samples']} with a GPU, {_ON_CPU['samples']} without.",
         ),
     ] = None
@@ -72,6 +71,10 @@ class QuestionOptions:
         ),
     ] = None
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
+    texts_folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder of .txt files of the task text; by default speeches."),
+    ] = None
 
     def check(self, given: Path | None = None) -> None:
         """Raise a ValueError for options that name what does not exist, or something twice.
@@ -79,12 +82,15 @@ class QuestionOptions:
         Beside a ``given`` file of prompts no option may be set.
         """
         if given is not None:
-            refuse_set("prompts: the file has the prompts and texts", self)
+            refuse_set("prompts: the file has the prompts", self)
         if self.suite not in (None, "ruler"):
             raise ValueError(f"suite: expected ruler, got {self.suite!r}")
         check_tasks(self.task or (), read_tasks() if self.suite else TASKS)
         if self.suite:
-            refuse_set("suite: RULER's questions end their prompts", variant=self.variant)
+            reason = "suite: RULER's questions end their prompts, and it has texts of its own"
+            refuse_set(reason, variant=self.variant, texts_folder=self.texts_folder)
+        if self.texts_folder is not None:
+            read_texts(self.texts_folder)
         for one in self.variant or ():
             if one not in VARIANTS:
                 raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
@@ -97,57 +103,20 @@ class QuestionOptions:
         model: str,
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> PromptSet:
-        """Make the prompts, and take the texts."""
-        count = default("samples") if self.samples is None else self.samples
-        asked: dict[str, Any] = {"count": count, "seed": self.seed}
+        """Make the prompts."""
+        asked: dict[str, Any] = {"seed": self.seed, "count": self.samples or default("samples")}
         asked["lengths"] = self.length or [default("length")]
         if self.suite:
             asked |= {"tasks": self.task or list(read_tasks()), "on_progress": on_progress}
             prompts: Iterable[Prompt] = make_ruler_prompts(tokenizer, model, **asked)
         else:
-            asked |= {"tasks": self.task or list(TASKS), "variants": self.variant or VARIANTS}
+            tasks = self.task or TASKS
+            texts = read_texts(self.texts_folder or fetch_texts()) if "text" in tasks else ()
+            asked |= {"tasks": tasks, "variants": self.variant or VARIANTS, "texts": texts}
             prompts = make_prompts(tokenizer, **asked)
         chat = getattr(tokenizer, "chat", False)
         details = {"suite": self.suite, "seed": self.seed, "model": Path(model).name, "chat": chat}
-        return PromptSet([*prompts, *self.take_texts(tokenizer)], details)
-
-    def take_texts(self, tokenizer: Tokenizer) -> list[Prompt]:
-        """The texts that are read; here there are none."""
-        return []
-
-
-@dataclass(frozen=True)
-class PromptOptions(QuestionOptions):
-    """Which questions are asked, and which texts are read."""
-
-    texts: Annotated[
-        int | None,
-        typer.Option(min=0, help="Texts that are read. By default 4, and 0 with a suite."),
-    ] = None
-    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
-    texts_folder: Annotated[
-        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
-    ] = None
-
-    def check(self, given: Path | None = None) -> None:
-        """Raise a ValueError also where nothing is to be measured, or a folder has no texts."""
-        super().check(given)
-        if self.samples == 0 and not self._texts:
-            raise ValueError("nothing to measure: --samples 0 and --texts 0")
-        if self._texts and self.texts_folder is not None:
-            read_texts(self.texts_folder)
-
-    def take_texts(self, tokenizer: Tokenizer) -> list[Prompt]:
-        """The texts that are read."""
-        if not self._texts:
-            return []
-        found = read_texts(self.texts_folder or fetch_texts())
-        return pick_texts(found, tokenizer, length=self.text_length, count=self._texts)
-
-    @property
-    def _texts(self) -> int:
-        default = 0 if self.suite else 4
-        return default if self.texts is None else self.texts
+        return PromptSet(list(prompts), details)
 
 
 @dataclass(frozen=True)

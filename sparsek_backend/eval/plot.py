@@ -45,9 +45,8 @@ def plot_results(results: Mapping[str, Sequence[Row]], path: Path) -> Path:
             axis.grid(alpha=0.3)
         line[0].set_ylabel(_DRAWN[name])
         if name == "kl":
-            line[0].set_yscale("log")
-        else:
-            line[0].set_ylim(bottom=0.0)
+            line[0].set_yscale("symlog", linthresh=1e-3)
+        line[0].set_ylim(bottom=0.0)
     for title, top, bottom in zip(columns, axes[0], axes[-1], strict=True):
         top.set_title(title, fontsize=10)
         top.legend(fontsize=8, loc="lower left")

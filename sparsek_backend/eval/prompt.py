@@ -47,8 +47,7 @@ class Draft:
     filler: Iterator[str]  # text for the rest of the body, piece by piece, without end
     question: str  # what is asked, behind the body
     lead: str  # first words of the answer, given to the model
-    answers: tuple[str, ...]  # what a right answer contains
-    target: str  # the whole right answer, as it continues ``lead``
+    answers: tuple[str, ...]  # what a right answer contains, in its order
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def fit(
         body += [*filler[used:upto], tokenizer.encode(text)]
         used = upto
     body += filler[used:]
-    target = tokenizer.encode(draft.target)
+    target = tokenizer.encode("".join(f" {answer}" for answer in draft.answers))
     return Prompt(
         task=task,
         variant=variant,
@@ -154,6 +153,13 @@ def fit(
         target=target,
         max_tokens=len(target) + len(target) // 4 + 8,
     )
+
+
+def make_text(index: int, tokens: Tokens) -> Prompt:
+    """A text as a prompt that asks nothing: what is measured is its second half."""
+    half = len(tokens) // 2
+    read, target = tokens[:half], tokens[half:]
+    return Prompt("text", "text", len(tokens), index, (read,), (), target, max_tokens=0)
 
 
 def make_answer(tokenizer: Tokenizer, text: str) -> Answer:

@@ -17,14 +17,16 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.eval.prompt import VARIANTS, Answer, Prompt, Tokens
-from sparsek_backend.eval.texts import make_text
+from pydantic import TypeAdapter
+
+from sparsek_backend.eval.prompt import Prompt, Tokens, make_text
 
 FORMAT = 1
+_PROMPT = TypeAdapter(Prompt)
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,10 @@ class PromptSet:
 def save_prompts(path: Path, prompts: PromptSet) -> None:
     """Write a prompt file."""
     known: dict[Tokens, int] = {}
-    rows = [
-        {
-            **{item.name: getattr(prompt, item.name) for item in fields(prompt)},
-            "pieces": [known.setdefault(piece, len(known)) for piece in prompt.pieces],
-            "answers": [vars(answer) for answer in prompt.answers],
-        }
-        for prompt in prompts.prompts
-    ]
+    rows = []
+    for prompt in prompts.prompts:
+        numbers = [known.setdefault(piece, len(known)) for piece in prompt.pieces]
+        rows.append(asdict(replace(prompt, pieces=())) | {"pieces": numbers})
     document = {
         "format": FORMAT,
         "details": dict(prompts.details),
@@ -98,17 +96,9 @@ def load_prompts(path: Path) -> PromptSet:
 
 
 def _read(row: Mapping[str, Any], pieces: Sequence[Tokens]) -> Prompt:
-    answers = [(x["text"], tuple(map(tuple, x["tokens"]))) for x in row["answers"]]
-    read = {
-        "pieces": tuple(pieces[number] for number in row["pieces"]),
-        "answers": tuple(Answer(*answer) for answer in answers),
-        "target": tuple(row["target"]),
-    }
-    prompt = Prompt(
-        **{item.name: row[item.name] for item in fields(Prompt) if item.name in row} | read
-    )
-    if prompt.variant not in (*VARIANTS, "text"):
-        raise ValueError(f"variant {prompt.variant!r}")
+    # the pieces apart: they stay shared
+    own = tuple(pieces[number] for number in row["pieces"])
+    prompt = replace(_PROMPT.validate_python({**row, "pieces": ()}), pieces=own)
     if not prompt.fits:
         raise ValueError(f"{prompt.name} has {len(prompt.ids)} tokens")
     return prompt

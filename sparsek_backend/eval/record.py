@@ -21,6 +21,7 @@ from typing import Any
 from sparsek_backend.eval.prompt import Prompt
 
 Row = dict[str, Any]
+_IDENTITY = ("task", "variant", "length", "index", "digest")
 
 
 def run_key(parts: Mapping[str, Any]) -> str:
@@ -31,19 +32,12 @@ def run_key(parts: Mapping[str, Any]) -> str:
 
 def prompt_row(prompt: Prompt) -> Row:
     """The fields that identify a prompt in the record."""
-    return {
-        "kind": "prompt",
-        "task": prompt.task,
-        "variant": prompt.variant,
-        "length": prompt.length,
-        "index": prompt.index,
-        "digest": prompt.digest,
-    }
+    return {"kind": "prompt"} | {name: getattr(prompt, name) for name in _IDENTITY}
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Identity of the prompt that a row scores; rows of two runs with one identity pair."""
-    return tuple(row[name] for name in ("task", "variant", "length", "index", "digest"))
+    return tuple(row[name] for name in _IDENTITY)
 
 
 def read_rows(path: Path) -> list[Row]:

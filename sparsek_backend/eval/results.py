@@ -25,22 +25,23 @@ MEAN = "mean"
 class Run:
     """Everything that one budget, or one server, scored."""
 
-    label: str  # the budget as written, or a server's label
-    # its settings, ``None`` for dense or where only the server knows
-    settings: Mapping[str, Any] | None
-    known: bool  # whether the settings are known: a server's are not
-    about: Row  # its line of the record: machine, backend, seconds
+    about: Row  # its line of the record: label, settings, machine, backend, seconds
     rows: Sequence[Row]  # its scores
 
-    def share(self, phase: str, length: int) -> float | None:
-        """Attended share of the ``prefill`` or the ``decode`` at a length, where it is known."""
-        if not self.known:
-            return None
-        budget = Budget(self.label, self.settings)
+    @property
+    def label(self) -> str:
+        """The budget as written, or a server's label."""
+        return str(self.about["label"])
+
+    def shares(self, length: int) -> Row:
+        """Attended shares of prefill and decode at a length; ``None`` where they are not known."""
+        budget = Budget(self.label, self.about["settings"])
         try:
-            return (budget.prefill_share if phase == "prefill" else budget.decode_share)(length)
+            found = (budget.prefill_share(length), budget.decode_share(length))
         except ConfigError:  # settings of another version
-            return None
+            found = None
+        known = found if found and self.about["known"] else (None, None)  # a server's are not
+        return dict(zip(("prefill_share", "decode_share"), known, strict=True))
 
 
 def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:
@@ -76,16 +77,7 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
     for row in rows:
         if row["kind"] == "prompt" and row["run"] in scores:
             scores[row["run"]][identity(row)] = row
-    return [
-        Run(
-            label=about[key]["label"],
-            settings=about[key]["settings"],
-            known=about[key]["known"],
-            about=about[key],
-            rows=list(scores[key].values()),
-        )
-        for key in keys
-    ]
+    return [Run(about[key], list(scores[key].values())) for key in keys]
 
 
 def compare_runs(runs: Sequence[Run]) -> list[Row]:
@@ -103,7 +95,7 @@ def compare_runs(runs: Sequence[Run]) -> list[Row]:
                 pair = _pair(reference[identity(row)], row)
                 tasks.setdefault(row["task"], []).append(pair)
         for (variant, length), tasks in sorted(cells.items()):
-            shares = {f"{x}_share": run.share(x, length) for x in ("prefill", "decode")}
+            shares = run.shares(length)
             cell = {MEAN: list(tasks.values())} if len(tasks) > 1 else {}
             cell |= {task: [of_task] for task, of_task in tasks.items()}
             for task, groups in cell.items():
@@ -155,7 +147,7 @@ def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str)
     rows = read_rows(record)
     scored = [row for row in rows if row["kind"] == "run" or identity(row) in asked]
     rows = [x for x in compare_runs(collect_runs(scored, [reference, run])) if "delta_nll" in x]
-    cells = [row for row in rows if row["task"] == MEAN] or rows
+    cells = [row for row in rows if row["task"] in (MEAN, "text")] or rows
     return max(cells, key=lambda row: float(row["delta_nll_high"]))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from sparsek_backend import __version__
-from sparsek_backend.eval import engine
 from sparsek_backend.eval.budgets import Budget
+from sparsek_backend.eval.engine import backend_report, close_engine
 from sparsek_backend.eval.options import server_of
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts
 from sparsek_backend.eval.record import append_rows, pending, prompt_row, run_key
@@ -146,10 +146,12 @@ class LocalModel:
 
 def work(data: Mapping[str, Any]) -> dict[str, Any]:
     """In the worker: open the engine of one budget and score what its record lacks."""
+    from sparsek_backend.eval.local import LocalScorer, open_scoring_engine
+
     row, record = data["run"], Path(data["record"])
     place = Workplace(load_prompts(Path(data["prompts"])), Path(data["prompts"]), record)
     longest = place.prompts.longest_request
-    opened = engine.open_scoring_engine(
+    engine = open_scoring_engine(
         data["model"], settings=row["settings"], max_model_len=longest, **data["engine"]
     )
     report_progress("0 the engine is ready")
@@ -157,19 +159,19 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
     append_rows(record, [row])
     begin = time.perf_counter()
     try:
-        scorer = engine.LocalScorer(opened, _decoder(data["model"]))
+        scorer = LocalScorer(engine, _decoder(data["model"]))
         place.score(
             scorer,
             row["run"],
             data["batch"],
             lambda count, what: report_progress(f"{count} {what}"),
         )
-        row["backend"] = engine.backend_report(row["settings"])
+        row["backend"] = backend_report(row["settings"])
         row["seconds"] = time.perf_counter() - begin
         append_rows(record, [row])
         return {}
     finally:
-        engine.close_engine(opened)
+        close_engine(engine)
 
 
 def run_server(

@@ -1,4 +1,5 @@
-"""Tasks that RULER lacks: a question before its text, records of one form, a passage to go on."""
+"""Tasks that RULER lacks: a question before its text, records, a passage to go on; and real texts,
+of which the second half is read: only there does a sparse budget leave much out."""
 
 from __future__ import annotations
 
@@ -7,9 +8,19 @@ import math
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 from sparsek_backend.eval.filler import NAMES, draw_numbers, endless, make_pool, make_sentence
-from sparsek_backend.eval.prompt import SHORT_LEAD, Draft, Prompt, Tokenizer, Variant, fit
+from sparsek_backend.eval.prompt import (
+    SHORT_LEAD,
+    Draft,
+    Prompt,
+    Tokenizer,
+    Tokens,
+    Variant,
+    fit,
+    make_text,
+)
 
 _KEYS = 8
 _RECORDS = 8192
@@ -31,7 +42,6 @@ def question_first(rng: random.Random, depth: float, seed: int) -> Draft:
         question="\n\nNow answer the question that stands before the text.",
         lead=SHORT_LEAD,
         answers=(numbers[0],),
-        target=f" {numbers[0]}",
     )
 
 
@@ -47,7 +57,6 @@ def records(rng: random.Random, depth: float, seed: int) -> Draft:
         question=f"\n\nWhat is the value of the key {key}?",
         lead=f"The value of the key {key} is",
         answers=(value,),
-        target=f" {value}",
     )
 
 
@@ -80,18 +89,17 @@ def continuation(rng: random.Random, depth: float, seed: int) -> Draft:
         ),
         lead=f"The passage is: {first}",
         answers=tuple(rest),
-        target=" " + " ".join(rest),
     )
 
 
-TASKS: dict[str, Callable[[random.Random, float, int], Draft]] = {
+_DRAFTS: dict[str, Callable[[random.Random, float, int], Draft]] = {
     make.__name__: make for make in (question_first, records, continuation)
 }
-"""By the name that users write: what makes one prompt in words.
+"""What makes one prompt in words: of its own generator, of where in the text (0 to 1) the asked
+thing stands, and of the seed of all."""
 
-It gets the prompt's own generator, where in the text (0 to 1) the asked thing stands, and the seed
-of all.
-"""
+TASKS = (*_DRAFTS, "text")
+"""The names that users write."""
 
 
 def check_tasks(names: Sequence[str], known: Collection[str] = TASKS) -> None:
@@ -109,25 +117,50 @@ def make_prompts(
     lengths: Sequence[int],
     count: int,
     seed: int,
+    texts: Sequence[str] = (),
 ) -> Iterator[Prompt]:
     """Yield ``count`` prompts of every task, variant and length.
 
     A prompt depends on its task, length and index, the seed and the tokenizer: more prompts are
-    the same ones and further ones.  The variants of a prompt share its body's needles.
+    the same ones and further ones.  The variants of a prompt share its body's needles.  Texts have
+    no variants; they begin at places spread evenly over ``texts``, one after the other.
 
     Raises:
-        ValueError: unknown task, or a length without room for filler.
+        ValueError: unknown task, a length without room for filler, or no texts where they are due.
     """
     check_tasks(tasks)
-    for length, name, index, variant in itertools.product(lengths, tasks, range(count), variants):
-        own = f"{seed} {name} {length} {index}"
+    if "text" in tasks and not any(texts):
+        raise ValueError("texts: expected some for the task text, got none")
+    for length, name, index in itertools.product(lengths, tasks, range(count)):
         depth = (0.5 + index * _GOLDEN) % 1.0  # even over the prompts of a task
-        yield fit(
-            TASKS[name](random.Random(own), depth, seed),
-            tokenizer,
-            task=name,
-            variant=variant,
-            length=length,
-            index=index,
-            rng=random.Random(f"notes {own}"),
-        )
+        if name == "text":
+            first = int(depth * len(texts))
+            tokens: Tokens = ()
+            while len(tokens) < length:
+                tokens += tokenizer.encode(texts[first % len(texts)][: 12 * length])
+                first += 1
+            yield make_text(index, tokens[:length])
+            continue
+        own = f"{seed} {name} {length} {index}"
+        for variant in variants:
+            yield fit(
+                _DRAFTS[name](random.Random(own), depth, seed),
+                tokenizer,
+                task=name,
+                variant=variant,
+                length=length,
+                index=index,
+                rng=random.Random(f"notes {own}"),
+            )
+
+
+def read_texts(folder: Path) -> list[str]:
+    """Every `*.txt` of a folder, in the order of their names.
+
+    Raises:
+        ValueError: the folder is missing or has no text.
+    """
+    files = sorted(folder.glob("*.txt")) if folder.is_dir() else []
+    if not files:
+        raise ValueError(f"texts: expected a folder with .txt files, got {str(folder)!r}")
+    return [file.read_text(encoding="utf-8", errors="replace") for file in files]

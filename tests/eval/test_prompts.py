@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_backend.eval.filler import make_pool
-from sparsek_backend.eval.prompt import FOLLOWED_BY, VARIANTS, Prompt, Variant
+from sparsek_backend.eval.prompt import FOLLOWED_BY, VARIANTS, Prompt, Variant, make_text
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
-from sparsek_backend.eval.tasks import TASKS, make_prompts
-from sparsek_backend.eval.texts import make_text
+from sparsek_backend.eval.tasks import TASKS, make_prompts, read_texts
 from tests.eval.readers import WordTokenizer
+
+ASKING = [task for task in TASKS if task != "text"]
 
 
 def prompts_of(
@@ -30,7 +31,7 @@ def prompts_of(
     return tokenizer, list(made)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ASKING)
 @settings(max_examples=12, deadline=None)
 @given(
     length=st.integers(1500, 5000), seed=st.integers(0, 1 << 40), variant=st.sampled_from(VARIANTS)
@@ -53,7 +54,7 @@ def test_a_prompt_has_its_length_its_frame_and_its_answers(
     assert all(text.count(answer.text) == 1 for answer in prompt.answers)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ASKING)
 def test_prompts_depend_on_their_place_and_seed_alone(task: str) -> None:
     _, three = prompts_of(task, 2000, count=3)
     _, five = prompts_of(task, 2000, count=5)
@@ -73,7 +74,7 @@ def test_the_asked_needle_is_spread_over_the_text() -> None:
     assert max(b - a for a, b in pairwise(depths)) < 0.15
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ASKING)
 def test_a_followed_question_lies_behind_its_notes(task: str) -> None:
     tokenizer = WordTokenizer(before=(1, 2, 3), after=(4, 5))
     plain, followed = make_prompts(
@@ -90,7 +91,7 @@ def test_a_followed_question_lies_behind_its_notes(task: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ASKING)
 def test_a_length_without_room_is_refused(task: str, variant: Variant) -> None:
     with pytest.raises(ValueError, match=r"length: expected at least \d+ tokens") as caught:
         prompts_of(task, 20, variant=variant)
@@ -100,6 +101,26 @@ def test_a_length_without_room_is_refused(task: str, variant: Variant) -> None:
         prompts_of(task, least - 40, variant=variant)
     _, (prompt,) = prompts_of(task, least + 40, variant=variant)
     assert len(prompt.ids) == least + 40
+
+
+def test_texts_begin_at_places_spread_evenly_and_go_on(tmp_path: Path) -> None:
+    tokenizer = WordTokenizer()
+    texts = [f"{word} " * 100 for word in ("one", "two", "three", "four")]
+    kinds = {"tasks": ["text"], "variants": VARIANTS, "lengths": [250], "seed": 0}
+    made = list(make_prompts(tokenizer, **kinds, count=4, texts=texts))
+    assert all(text.fits and len(text.ids) == 125 for text in made)
+    words = [tokenizer.decode((*text.ids, *text.target)).split() for text in made]
+    assert [of[0] for of in words] == ["three", "one", "three", "two"]
+    assert list(dict.fromkeys(words[0])) == ["three", "four", "one"]
+    fewer = make_prompts(tokenizer, **kinds, count=2, texts=texts)
+    assert list(fewer) == made[:2]
+    with pytest.raises(ValueError, match="texts: expected some for the task text"):
+        next(make_prompts(tokenizer, **kinds, count=1))
+    with pytest.raises(ValueError, match=r"folder with \.txt files"):
+        read_texts(tmp_path)
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.txt").write_text("one")
+    assert read_texts(tmp_path) == ["one", "two"]
 
 
 def test_an_unknown_task_is_named() -> None:

@@ -38,7 +38,7 @@ def test_added_nll_stays_within_its_bars(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sparsek_backend.eval.runs.SILENCE_LIMIT", SECONDS)
     model = str(fetch_model())
     tokenizer = HubTokenizer(model)
-    options = PromptOptions(samples=0, texts=1, text_length=TEXT_LENGTH)
+    options = PromptOptions(task=["text"], samples=1, length=[TEXT_LENGTH])
     made = options.make(tokenizer, model)
     (text,) = made.prompts
     begun = (*text.ids, *text.target)

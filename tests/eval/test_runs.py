@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.cli import app
 from sparsek_backend.eval.plot import plot_results
+from sparsek_backend.eval.prompt import make_text
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.record import append_rows, pending, read_rows, run_key
 from sparsek_backend.eval.results import (
@@ -28,7 +29,6 @@ from sparsek_backend.eval.results import (
 from sparsek_backend.eval.runs import Workplace
 from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tasks import make_prompts
-from sparsek_backend.eval.texts import make_text
 from tests.eval.readers import Reader, WordTokenizer
 
 TASKS = ("question_first", "records", "continuation")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_backend.eval.prompt import Answer, Prompt
+from sparsek_backend.eval.prompt import Answer, Prompt, make_text
 from sparsek_backend.eval.scoring import Reply, Score, score_reply
 from sparsek_backend.eval.stats import divergence, mcnemar, mean_interval, pack
-from sparsek_backend.eval.texts import make_text, pick_texts, read_texts
-from tests.eval.readers import WordTokenizer
 
-TEXTS = ["lorem ipsum dolor sit amet. " * 40 * (i + 1) for i in range(6)]
 PROMPT = Prompt(
     task="records",
     variant="plain",
@@ -87,22 +83,6 @@ def test_a_text_is_read_in_its_second_half() -> None:
     score = score_reply(text, Reply((), None, likely))
     assert (score.accuracy, score.correct) == (0.6, False)
     assert score.nll == pytest.approx((2 * 3.0 + 3 * 1.0) / 5)
-
-
-def test_texts_are_spread_and_too_short_ones_refused(tmp_path: Path) -> None:
-    tokenizer = WordTokenizer()
-    picked = pick_texts(TEXTS, tokenizer, length=300, count=3)
-    assert [(text.index, text.length) for text in picked] == [(i, 300) for i in range(3)]
-    assert all(text.fits for text in picked)
-    with pytest.raises(ValueError, match=r"2 texts of at least 100000 tokens, found 0 among 6"):
-        pick_texts(TEXTS, tokenizer, length=100_000, count=2)
-    with pytest.raises(ValueError, match=r"found 1 \(the longest has 1441\)"):
-        pick_texts(TEXTS, tokenizer, length=1400, count=2)
-    with pytest.raises(ValueError, match=r"folder with \.txt files"):
-        read_texts(tmp_path)
-    (tmp_path / "b.txt").write_text("two")
-    (tmp_path / "a.txt").write_text("one")
-    assert read_texts(tmp_path) == ["one", "two"]
 
 
 @pytest.mark.parametrize(

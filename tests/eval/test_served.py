@@ -11,10 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsek_backend.eval.cli import app
-from sparsek_backend.eval.prompt import Prompt
+from sparsek_backend.eval.prompt import Prompt, make_text
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.served import ServedScorer, ServerError
-from sparsek_backend.eval.texts import make_text
 from tests.eval.endpoint import Endpoint, serving
 
 
@@ -61,8 +60,8 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     for index in range(3):
         (folder / f"{index}.txt").write_text("some words of text. " * 100)
     arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}"]
-    arguments += ["--texts-folder", str(folder), "--texts", "2", "--text-length", "500"]
-    arguments += ["--task", "question_first", "--task", "records", "--length", "2500"]
+    arguments += ["--texts-folder", str(folder), "--samples", "2", "--length", "2500"]
+    arguments += ["--task", "question_first", "--task", "records", "--task", "text"]
     arguments += ["--out", str(tmp_path / "out"), "--commit", "abc1234"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -109,7 +108,7 @@ URL = "http://127.0.0.1:1/v1"
         (["--served-model", "x"], "with --base-url only"),
         (["--budget", "blocks"], "expected dense"),
         (["--out", __file__], "File exists"),
-        (["--texts", "0", "--samples", "0"], "nothing to measure"),
+        (["--samples", "0"], "--samples"),
         (["--task", "passkey"], "expected one of question_first"),
         (["--task", "records", "--task", "records"], "given twice"),
         (["--suite", "longbench"], "suite: expected ruler"),

@@ -113,7 +113,7 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
     done = CliRunner().invoke(tune.app, ["model", "--prompts", str(single)])
     assert done.exit_code == 2
     assert "at least 2 prompts" in " ".join(done.output.split())
-    for ignored in (["--task", "records"], ["--texts", "4"]):
+    for ignored in (["--task", "records"], ["--seed", "4"]):
         done = CliRunner().invoke(tune.app, [*command, *ignored])
         assert done.exit_code == 2
         assert ignored[0] in done.output
