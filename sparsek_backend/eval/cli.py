@@ -6,7 +6,7 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -42,7 +42,6 @@ from sparsek_backend.eval.results import (
 from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tables import result_tables
-from sparsek_backend.eval.tasks import make_prompts
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model
@@ -174,23 +173,23 @@ def draw_picture(
 
 
 @app.command("mass")
+@grouped
 def measure_mass(
     model: Annotated[str, typer.Argument(help="Model folder or name.")],
+    *,
     budget: Annotated[
         str, typer.Option(help="One budget of block_topk or pattern.")
     ] = "block_topk:32",
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
     ] = None,
-    task: Annotated[str, typer.Option(help="Task of the prompt.")] = "records",
-    length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
-    seed: Annotated[int, typer.Option(help="Of the prompt.")] = 0,
+    asked: PromptOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "mass",
 ) -> None:
     """Share of the exact attention that a selection catches, by layer and KV head: CSV and plot.
 
-    The model reads one prompt through Transformers, on a GPU if there is one.
+    The model reads the first of the prompts through Transformers, on a GPU if there is one.
     """
     with _mendable():
         parsed = parse_budget(budget)
@@ -198,17 +197,10 @@ def measure_mass(
         if not policy_of(0).selects_blocks:
             raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
         import_pyplot()
-        if prompts is None:
-            tokenizer = HubTokenizer(model)
-            made = make_prompts(
-                tokenizer, tasks=[task], variants=["plain"], lengths=[length], count=1, seed=seed
-            )
-        else:
-            known = load_prompts(prompts).prompts
-            made = (p for p in known if (p.task, p.length) == (task, length))
-        prompt = next(iter(made), None)
-        if prompt is None:
-            raise ValueError(f"prompts: expected one of task {task!r} with {length} tokens")
+        asked.check(prompts)
+        tokenizer, kept = partial(HubTokenizer, model, asked.chat), out / f"{name}.prompts.json.gz"
+        found, _ = take_prompts(prompts, replace(asked, samples=1), tokenizer, model, kept)
+        prompt = found.prompts[0]
         with console.status("reading the prompt") as status:
             masses = measure_model(
                 model,
@@ -217,7 +209,7 @@ def measure_mass(
                 entries=None if pattern is None else PrefillPattern.load(pattern).entries,
                 on_layer=lambda layer: status.update(f"layer {layer}"),
             )
-        title = f"{Path(model).name}, {budget}, {length} tokens, {task}"
+        title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
         for phase in PHASES:
             console.print(mean_of(masses, phase))
         console.print(f"wrote {write_csv_file(out / f'{name}.csv', masses, digits=6)}")

@@ -7,8 +7,8 @@ blocks that it attends; the best choice of as many blocks would catch most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -112,7 +112,7 @@ def measure_model(
     entries: Mapping[int, torch.Tensor] | None = None,
     on_layer: Callable[[int], None] = lambda layer: None,
 ) -> list[dict[str, Any]]:
-    """Run a model over token ids and measure every causal layer of full attention.
+    """Run a model over token ids and measure every layer.
 
     Args:
         policy_of: the policies of the layer with an index.
@@ -125,7 +125,8 @@ def measure_model(
 
     Raises:
         ImportError: Transformers is not installed.
-        ValueError: the model has no such layer, or the budget covers the prompt.
+        NotImplementedError: a layer of the model is not plain causal attention.
+        ValueError: the budget covers the prompt.
     """
     found: list[dict[str, Any]] = []
 
@@ -175,54 +176,33 @@ def plot_masses(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Pa
 
 
 def read_layers(model: str, ids: Sequence[int], record: Record) -> None:
-    """Let a model read token ids densely, and show what its layers of full attention attend with.
+    """Let a model read token ids densely, and show what its layers attend with.
 
     Args:
         model: folder or name; it is loaded onto a GPU if there is one.
 
     Raises:
         ImportError: Transformers is not installed.
-        ValueError: no layer was shown: the model has none that is causal, of full attention.
+        NotImplementedError: a layer that is not plain causal attention.
     """
     with needing("this needs Transformers", extra="eval"):
         from transformers import AutoModelForCausalLM
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype="auto", attn_implementation="sdpa"
-    )
-    seen = []
 
-    def count(layer: int, *states: Any) -> None:
-        seen.append(layer)
-        record(layer, *states)
-
-    with _showing(count), torch.inference_mode():
-        tokens = torch.tensor([list(ids)], device=device)
-        loaded.to(device).eval()(tokens, use_cache=False, logits_to_keep=1)
-    if not seen:
-        raise ValueError("model: expected causal layers of full attention, it has none")
+        from sparsek_backend.patterns.models import observe_model
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    layers = range(loaded.config.get_text_config().num_hidden_layers)
+    learners = {layer: _Shown(layer, record) for layer in layers}
+    observe_model(loaded, learners, [torch.tensor([list(ids)])])
 
 
-@contextmanager
-def _showing(record: Record) -> Iterator[None]:
-    """Show the queries, keys and values of every layer that SDPA serves here."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+@dataclass(frozen=True)
+class _Shown:
+    layer: int
+    record: Record
 
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attention(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        attention_mask: torch.Tensor | None, **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        if getattr(module, "is_causal", True) and kwargs.get("sliding_window") is None:
-            scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-            record(int(getattr(module, "layer_idx", 0)), q, k, v, scale)
-        found: tuple[torch.Tensor, None] = sdpa(module, query, key, value, attention_mask, **kwargs)
-        return found
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+    def observe(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None
+    ) -> None:
+        """Show a layer's batch."""
+        self.record(self.layer, q, k, v, softmax_scale or q.shape[-1] ** -0.5)
