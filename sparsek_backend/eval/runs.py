@@ -124,9 +124,7 @@ class LocalModel:
             "engine": self.arguments(),
             "prompts": str(place.prompts_file),
             "record": str(place.record),
-            "run": _run_row(key, budget.label, settings, self.name, known=True),
-            "batch": _BATCH_ON_GPU if torch.cuda.is_available() else _BATCH_ON_CPU,
-            "commit": place.commit,
+            "run": _run_row(key, place, budget.label, self.name, settings=settings, known=True),
         }
 
         def tell(message: str) -> None:
@@ -155,7 +153,6 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
         data["model"], settings=row["settings"], max_model_len=longest, **data["engine"]
     )
     report_progress("0 the engine is ready")
-    row["machine"] = asdict(describe_machine(choose_device(), data["commit"]))
     append_rows(record, [row])
     begin = time.perf_counter()
     try:
@@ -163,7 +160,7 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
         place.score(
             scorer,
             row["run"],
-            data["batch"],
+            _BATCH_ON_GPU if torch.cuda.is_available() else _BATCH_ON_CPU,
             lambda count, what: report_progress(f"{count} {what}"),
         )
         row["backend"] = backend_report(row["settings"])
@@ -182,19 +179,18 @@ def run_server(
     scorer = ServedScorer(url, served_model)
     key = run_key({"url": url, "label": label, "model": scorer.model})
     place.missing(key, on_progress)
-    row = _run_row(key, label, None, scorer.model, known=False)
-    row["machine"] = asdict(describe_machine(choose_device(), place.commit))
-    append_rows(place.record, [row])
+    append_rows(place.record, [_run_row(key, place, label, scorer.model)])
     place.score(scorer, key, _SERVER_BATCH, on_progress)
     return key
 
 
 def _run_row(
-    key: str, label: str, settings: Mapping[str, Any] | None, model: str, *, known: bool
+    key: str, place: Workplace, label: str, model: str, *, settings: Any = None, known: bool = False
 ) -> dict[str, Any]:
     """A run's line of the record; ``known`` says whether the settings are: a server's are not."""
     about = {"label": label, "settings": settings, "known": known, "model": model}
-    return {"kind": "run", "run": key, **about}
+    machine = asdict(describe_machine(choose_device(), place.commit))
+    return {"kind": "run", "run": key, **about, "machine": machine}
 
 
 def _decoder(model: str) -> Any:
