@@ -63,7 +63,7 @@ def open_scoring_engine(model: str, **arguments: Any) -> Any:
 
 
 class LocalScorer:
-    """A :class:`Scorer` over an in-process engine.
+    """A scorer over an in-process engine.
 
     Args:
         decode: token ids to text, or ``None`` where there is no tokenizer.

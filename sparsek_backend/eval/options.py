@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.prompt import VARIANTS, Prompt, Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.ruler import make_ruler_prompts, read_tasks
-from sparsek_backend.eval.tasks import TASKS, check_tasks, make_prompts, read_texts
+from sparsek_backend.eval.tasks import TASKS, make_prompts, read_texts
 from sparsek_backend.models import fetch_texts
 
 _ON_GPU = {"arms": "block_topk:96", "length": 16384, "samples": 100}
@@ -83,17 +83,14 @@ class PromptOptions:
         """
         if given is not None:
             refuse_set("prompts: the file has the prompts", self)
-        if self.suite not in (None, "ruler"):
-            raise ValueError(f"suite: expected ruler, got {self.suite!r}")
-        check_tasks(self.task or (), read_tasks() if self.suite else TASKS)
+        check_known("suite", [self.suite] if self.suite else [], ["ruler"])
+        check_known("task", self.task, read_tasks() if self.suite else TASKS)
+        check_known("variant", self.variant, VARIANTS)
         if self.suite:
             reason = "suite: RULER's questions end their prompts, and it has texts of its own"
             refuse_set(reason, variant=self.variant, texts_folder=self.texts_folder)
         if self.texts_folder is not None:
             read_texts(self.texts_folder)
-        for one in self.variant or ():
-            if one not in VARIANTS:
-                raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
         for option in ("task", "variant", "length"):
             check_unique(option, getattr(self, option) or ())
 
@@ -256,6 +253,13 @@ def server_of(text: str) -> tuple[str, str]:
     """Label and URL of a server written as ``[LABEL=]URL``."""
     label, separator, url = text.partition("=")
     return (label, url) if separator and "/" not in label else (text, text)
+
+
+def check_known(name: str, values: Sequence[str] | None, known: Collection[str]) -> None:
+    """Refuse a value that is none of those known."""
+    for value in values or ():
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
 
 
 def check_unique(name: str, values: Sequence[object]) -> None:

@@ -16,9 +16,10 @@ from sparsek_backend import __version__
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.engine import backend_report, close_engine
 from sparsek_backend.eval.options import server_of
+from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts
 from sparsek_backend.eval.record import append_rows, pending, prompt_row, run_key
-from sparsek_backend.eval.scoring import Scorer, score_reply
+from sparsek_backend.eval.scoring import Reply, score_reply
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.eval.workers import SILENCE_LIMIT, report_progress, run_worker, serve_job
@@ -34,6 +35,8 @@ _ENGINE_ON_GPU = {
 }
 _ENGINE_ON_CPU = {"max_num_seqs": 8, "max_num_batched_tokens": 2048}
 
+Replying = Callable[[Sequence[Prompt]], Sequence[Reply]]
+"""A model: greedy replies to prompts, and what is likely along their targets."""
 OnProgress = Callable[[int, str], None]
 """Gets how many prompts were scored, and what they were."""
 
@@ -47,10 +50,11 @@ class Workplace:
     record: Path  # the JSON lines
     commit: str = ""  # to record where there is no git
 
-    def score(self, scorer: Scorer, run: str, batch: int, on_progress: OnProgress) -> None:
+    def score(self, reply: Replying, run: str, batch: int, on_progress: OnProgress) -> None:
         """Score what the record lacks of a run, a call of the model at a time.
 
         Args:
+            reply: the model.
             batch: prompts in one call, which are of one length and variant.
         """
         missing = pending(self.prompts.prompts, self.record, run)
@@ -58,9 +62,9 @@ class Workplace:
             alike = list(group)
             for asked in (alike[i : i + batch] for i in range(0, len(alike), batch)):
                 rows = []
-                for prompt, reply in zip(asked, scorer.reply(asked), strict=True):
-                    said: Any = reply.tokens if reply.text is None else reply.text[:_LONGEST_REPLY]
-                    scores = {**asdict(score_reply(prompt, reply)), "reply": said}
+                for prompt, got in zip(asked, reply(asked), strict=True):
+                    said: Any = got.tokens if got.text is None else got.text[:_LONGEST_REPLY]
+                    scores = score_reply(prompt, got) | {"reply": said}
                     rows.append({"run": run, **prompt_row(prompt), **scores})
                 append_rows(self.record, rows)
                 on_progress(len(asked), f"{asked[-1].task}, {length} tokens")
@@ -156,9 +160,8 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
     append_rows(record, [row])
     begin = time.perf_counter()
     try:
-        scorer = LocalScorer(engine, _decoder(data["model"]))
         place.score(
-            scorer,
+            LocalScorer(engine, _decoder(data["model"])).reply,
             row["run"],
             _BATCH_ON_GPU if torch.cuda.is_available() else _BATCH_ON_CPU,
             lambda count, what: report_progress(f"{count} {what}"),
@@ -180,7 +183,7 @@ def run_server(
     key = run_key({"url": url, "label": label, "model": scorer.model})
     place.missing(key, on_progress)
     append_rows(place.record, [_run_row(key, place, label, scorer.model)])
-    place.score(scorer, key, _SERVER_BATCH, on_progress)
+    place.score(scorer.reply, key, _SERVER_BATCH, on_progress)
     return key
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from statistics import fmean
+from typing import Any
 
 from sparsek_backend.eval.prompt import Answer, Prompt, Tokens
 from sparsek_backend.eval.stats import pack
@@ -23,30 +23,17 @@ class Reply:
     likely: Sequence[Mapping[int, float]]
 
 
-class Scorer(Protocol):
-    """A model as the evaluation sees it."""
-
-    def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
-        """Greedy replies, and what is likely along the targets."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """Accuracy of a reply, the NLL of the right answer, and what was likely along it."""
-
-    # share of the expected answers that it contains, or RULER's metric; of a text, the share of
-    # its tokens that were the likeliest
-    accuracy: float
-    correct: bool  # whether that is all
-    nll: float  # mean negative log-likelihood of the right answer, nats per token
-    likely: str  # for each token of it: :func:`pack`
-
-
-def score_reply(prompt: Prompt, reply: Reply) -> Score:
+def score_reply(prompt: Prompt, reply: Reply) -> dict[str, Any]:
     """Score a greedy reply by what it contains, and the right answer by its likelihood.
 
     Text is compared where there is text, token ids elsewhere.  RULER's metrics are its authors'
     code; without text, token ids stand in for it.
+
+    Returns:
+        ``accuracy``: the share of the expected answers that it contains, or RULER's metric; of a
+        text, the share of its tokens that were the likeliest.  ``correct``: whether that is all.
+        ``nll``: mean negative log-likelihood of the right answer, nats per token.  ``likely``: what
+        was likely along it, by :func:`pack`.
 
     Raises:
         ImportError: a prompt asks for RULER's metric, and its package is not installed.
@@ -59,7 +46,8 @@ def score_reply(prompt: Prompt, reply: Reply) -> Score:
         )
     accuracy = _accuracy(prompt, reply)
     right = [place[token] for token, place in zip(prompt.target, reply.likely, strict=True)]
-    return Score(accuracy, accuracy == 1.0, -math.fsum(right) / len(right), pack(reply.likely))
+    scores = {"accuracy": accuracy, "correct": accuracy == 1.0, "nll": -fmean(right)}
+    return scores | {"likely": pack(reply.likely)}
 
 
 def _accuracy(prompt: Prompt, reply: Reply) -> float:

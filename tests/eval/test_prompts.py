@@ -123,11 +123,6 @@ def test_texts_begin_at_places_spread_evenly_and_go_on(tmp_path: Path) -> None:
     assert read_texts(tmp_path) == ["one", "two"]
 
 
-def test_an_unknown_task_is_named() -> None:
-    with pytest.raises(ValueError, match="expected one of question_first"):
-        prompts_of("passkey", 2000)
-
-
 def test_filler_repeats_no_sentence() -> None:
     pool = [sentence.strip() for sentence in make_pool(3)]
     assert len(set(pool)) == len(pool) == 4096

@@ -48,7 +48,7 @@ def run(reader: Reader, prompts: PromptSet, record: Path, label: str, batch: int
     settings = parse_budget(label).settings
     about = {"label": label, "settings": settings, "known": True, "model": "m", "machine": {}}
     append_rows(record, [{"kind": "run", "run": key, **about}])
-    Workplace(prompts, record, record).score(reader, key, batch, lambda count, what: None)
+    Workplace(prompts, record, record).score(reader.reply, key, batch, lambda count, what: None)
     append_rows(record, [{"kind": "run", "run": key, **about, "seconds": 2.0}])
     return key
 

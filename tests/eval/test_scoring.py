@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_backend.eval.prompt import Answer, Prompt, make_text
-from sparsek_backend.eval.scoring import Reply, Score, score_reply
+from sparsek_backend.eval.scoring import Reply, score_reply
 from sparsek_backend.eval.stats import divergence, mcnemar, mean_interval, pack
 
 PROMPT = Prompt(
@@ -43,7 +43,12 @@ def test_a_reply_is_scored_by_what_it_contains(
     tokens: tuple[int, ...] | None, text: str | None, accuracy: float
 ) -> None:
     score = score_reply(PROMPT, Reply(tokens, text, LIKELY))
-    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0), pack(LIKELY))
+    assert score == {
+        "accuracy": accuracy,
+        "correct": accuracy == 1.0,
+        "nll": pytest.approx(1.0),
+        "likely": pack(LIKELY),
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,12 @@ def test_rulers_metrics_score_a_reply(
     answers = (Answer("ab", ((1, 2),)), Answer("CD", ((3, 4),)))
     prompt = replace(PROMPT, answers=answers, metric=metric)
     score = score_reply(prompt, Reply(tokens, text, LIKELY))
-    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0), pack(LIKELY))
+    assert score == {
+        "accuracy": accuracy,
+        "correct": accuracy == 1.0,
+        "nll": pytest.approx(1.0),
+        "likely": pack(LIKELY),
+    }
 
 
 def test_a_reply_without_its_logprobs_or_words_is_refused() -> None:
@@ -81,8 +91,8 @@ def test_a_text_is_read_in_its_second_half() -> None:
     assert text.fits
     likely = [{token: -3.0 if token < 16 else -1.0, 5: -2.0} for token in text.target]
     score = score_reply(text, Reply((), None, likely))
-    assert (score.accuracy, score.correct) == (0.6, False)
-    assert score.nll == pytest.approx((2 * 3.0 + 3 * 1.0) / 5)
+    assert (score["accuracy"], score["correct"]) == (0.6, False)
+    assert score["nll"] == pytest.approx((2 * 3.0 + 3 * 1.0) / 5)
 
 
 @pytest.mark.parametrize(

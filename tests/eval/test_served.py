@@ -111,7 +111,7 @@ URL = "http://127.0.0.1:1/v1"
         (["--samples", "0"], "--samples"),
         (["--task", "passkey"], "expected one of question_first"),
         (["--task", "records", "--task", "records"], "given twice"),
-        (["--suite", "longbench"], "suite: expected ruler"),
+        (["--suite", "longbench"], "suite: expected one of ruler, got"),
         (["--suite", "ruler", "--task", "records"], "expected one of niah_single_1, "),
         (["--suite", "ruler", "--variant", "plain"], "drop --variant"),
         (["--variant", "late"], "expected one of plain, followed"),
