@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,13 +33,7 @@ from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.record import read_rows
-from sparsek_backend.eval.results import (
-    collect_runs,
-    compare_runs,
-    read_results,
-    warnings_of,
-    write_results,
-)
+from sparsek_backend.eval.results import collect_runs, compare_runs, read_results, warnings_of
 from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tables import result_tables
@@ -270,12 +265,17 @@ def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> No
     for warning in warnings_of(rows):
         console.print(f"[yellow]warning[/yellow] {escape(warning)}", highlight=False)
     model = runs[0].about["model"]
-    details = {
+    document = {
         "model": model,
         "date": datetime.date.today().isoformat(),
         "machine": runs[0].about["machine"],
         "reported_by": asdict(describe_machine(choose_device(), commit)),
+        "runs": [run.about for run in runs],
+        "warnings": warnings_of(rows),
+        "retrieval": rows,
     }
-    written = write_results(out, name, rows, runs, details)
-    for path in (*written, plot_results({model: rows}, out / f"{name}.png")):
+    full = out / f"{name}.json"
+    full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    csv = write_csv_file(out / f"{name}.csv", rows, digits=6)
+    for path in (csv, full, plot_results({model: rows}, out / f"{name}.png")):
         console.print(f"wrote {path}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Literal
 
 from sparsek_backend.eval.filler import NOTES_BEGIN, make_notes
 
@@ -20,18 +21,32 @@ VARIANTS: tuple[Variant, ...] = ("plain", "followed")
 FOLLOWED_BY = 600
 """Tokens between question and answer in the variant ``followed``."""
 SHORT_LEAD = "The answer is:"
-LONGEST_PIECE = 1 << 14
-"""Characters of the longest text whose tokens a tokenizer keeps."""
+_LONGEST_PIECE, _LARGEST_CACHE = 1 << 14, 1 << 16
+"""Characters of the longest text whose tokens a tokenizer keeps, and how many it keeps."""
 LEAST_FILLER = 64
 """Tokens of filler that a prompt must have room for."""
 
 
-class Tokenizer(Protocol):
-    """Text to token ids."""
+class Tokenizer(ABC):
+    """Text to token ids; those of short texts are kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Tokens] = {}
 
     def encode(self, text: str) -> Tokens:
-        """Token ids of a text, without special tokens."""
+        """Token ids of a text, without special tokens; chat markers in it count as such."""
+        tokens = self._known.get(text)
+        if tokens is None:
+            tokens = self.read(text)
+            if len(self._known) < _LARGEST_CACHE and len(text) <= _LONGEST_PIECE:
+                self._known[text] = tokens
+        return tokens
 
+    @abstractmethod
+    def read(self, text: str) -> Tokens:
+        """What :meth:`encode` keeps."""
+
+    @abstractmethod
     def frame(self) -> tuple[Tokens, Tokens]:
         """Tokens before and after a user's words: a chat template's, or those that begin a text."""
 

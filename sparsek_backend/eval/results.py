@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from sparsek_backend.config import ConfigError
-from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.record import Row, identity, prompt_row, read_rows
@@ -144,9 +143,8 @@ def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str)
     The highest end of the interval counts.  The record may hold other prompts too.
     """
     asked = {identity(prompt_row(prompt)) for prompt in prompts}
-    rows = read_rows(record)
-    scored = [row for row in rows if row["kind"] == "run" or identity(row) in asked]
-    rows = [x for x in compare_runs(collect_runs(scored, [reference, run])) if "delta_nll" in x]
+    rows = [x for x in read_rows(record) if x["kind"] != "prompt" or identity(x) in asked]
+    rows = [x for x in compare_runs(collect_runs(rows, [reference, run])) if "delta_nll" in x]
     cells = [row for row in rows if row["task"] in (MEAN, "text")] or rows
     return max(cells, key=lambda row: float(row["delta_nll_high"]))
 
@@ -178,17 +176,6 @@ def warnings_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def write_results(
-    out: Path, name: str, rows: Sequence[Row], runs: Sequence[Run], details: Mapping[str, Any]
-) -> list[Path]:
-    """Write NAME.csv and NAME.json; returns their paths."""
-    about = [run.about for run in runs]
-    document = {**details, "runs": about, "warnings": warnings_of(rows), "retrieval": rows}
-    table, full = write_csv_file(out / f"{name}.csv", rows, digits=6), out / f"{name}.json"
-    full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return [table, full]
-
-
 def read_results(paths: Sequence[Path]) -> dict[str, list[Row]]:
     """Rows of result JSONs by model, each cell from the last that has it.
 
@@ -201,10 +188,9 @@ def read_results(paths: Sequence[Path]) -> dict[str, list[Row]]:
             content = json.loads(path.read_text(encoding="utf-8"))
             cells = found.setdefault(str(content["model"]), {})
             for row in content["retrieval"]:
-                drawn = ("accuracy", "accuracy_low", "accuracy_high")
-                if absent := [name for name in drawn if name not in row]:
-                    raise ValueError(f"a row lacks {', '.join(absent)}")
+                _ = [row[name] for name in ("accuracy", "accuracy_low", "accuracy_high")]
                 cells[row["variant"], row["length"], row["label"], row["task"]] = row
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: expected the JSON of `sparsek eval`: {error}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path}: expected the JSON of `sparsek eval`: {reason}") from error
     return {model: list(cells.values()) for model, cells in found.items()}

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.cli import app
-from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import make_text
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.record import append_rows, pending, read_rows, run_key
@@ -24,7 +23,6 @@ from sparsek_backend.eval.results import (
     compare_runs,
     read_results,
     warnings_of,
-    write_results,
 )
 from sparsek_backend.eval.runs import Workplace
 from sparsek_backend.eval.tables import result_tables
@@ -192,7 +190,7 @@ def test_a_result_without_what_is_drawn_is_refused(tmp_path: Path) -> None:
     cell = {"variant": "plain", "length": 1, "label": "dense", "task": "question_first"}
     path = tmp_path / "r.json"
     path.write_text(json.dumps({"model": "m", "retrieval": [cell]}))
-    with pytest.raises(ValueError, match="a row lacks accuracy, accuracy_low"):
+    with pytest.raises(ValueError, match="KeyError: 'accuracy'"):
         read_results([path])
 
 
@@ -213,8 +211,10 @@ def test_results_are_written_and_read_from_the_record_alone(tmp_path: Path) -> N
     assert [one.label for one in again] == ["dense", "sink_window:600"]
     assert again[0].about["seconds"] == 2.0
     assert compare_runs(again) == compare_runs(runs)
-    table, full = write_results(tmp_path / "out", "q", compare_runs(runs), runs, {"model": "m"})
-    with table.open(newline="") as file:
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "r.jsonl")])
+    assert done.exit_code == 0, done.output
+    full = tmp_path / "r.json"
+    with (tmp_path / "r.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["label"] for row in rows] == ["dense"] * 5 + ["sink_window:600"] * 5
     assert float(rows[5]["delta_nll"]) > 0
@@ -225,8 +225,7 @@ def test_results_are_written_and_read_from_the_record_alone(tmp_path: Path) -> N
     assert read_results([full, full]) == {"m": document["retrieval"]}
     with pytest.raises(ValueError, match=r"r\.jsonl: expected the JSON of"):
         read_results([full, tmp_path / "r.jsonl"])
-    picture = plot_results({"m": compare_runs(runs)}, tmp_path / "q.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert [table.row_count for table in result_tables(compare_runs(runs))] == [2, 3, 2]
     with pytest.raises(ValueError, match="expected runs"):
         collect_runs([])
