@@ -55,12 +55,13 @@ class Workplace:
 
         Args:
             reply: the model.
-            batch: prompts in one call, which are of one length and variant.
+            batch: prompts in one call, which are of one length and variant; texts, of which every
+                token has its likeliest ones, come one by one.
         """
         missing = pending(self.prompts.prompts, self.record, run)
-        for (length, _), group in groupby(missing, key=lambda p: (p.length, p.variant)):
-            alike = list(group)
-            for asked in (alike[i : i + batch] for i in range(0, len(alike), batch)):
+        for (length, variant), group in groupby(missing, key=lambda p: (p.length, p.variant)):
+            alike, size = list(group), 1 if variant == "text" else batch
+            for asked in (alike[i : i + size] for i in range(0, len(alike), size)):
                 rows = []
                 for prompt, got in zip(asked, reply(asked), strict=True):
                     said: Any = got.tokens if got.text is None else got.text[:_LONGEST_REPLY]
