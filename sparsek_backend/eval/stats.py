@@ -10,6 +10,7 @@ import numpy as np
 CONFIDENCE = 0.95
 TOP = 20
 """Likeliest tokens of a place that are kept: as many as vLLM gives by default."""
+MOST_PLACES = 512
 _RESAMPLES = 2000
 _SMALLEST = 1e-7
 _LIKELY = np.dtype([("id", "<i4"), ("logprob", "<f4")])
@@ -55,7 +56,11 @@ def mean_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, floa
 
 
 def pack(places: Sequence[Mapping[int, float]]) -> str:
-    """The ``TOP`` likeliest tokens of each place with their log-probabilities, as base64."""
+    """The ``TOP`` likeliest tokens of each place with their log-probabilities, as base64.
+
+    Of more than ``MOST_PLACES`` some are taken, evenly spread.
+    """
+    places = places[:: -(-len(places) // MOST_PLACES) or 1]
     packed = np.full((len(places), TOP), np.array((-1, -np.inf), _LIKELY))
     for row, place in zip(packed, places, strict=True):
         best = sorted(place.items(), key=lambda entry: -entry[1])[:TOP]

@@ -163,3 +163,12 @@ def test_divergence_is_a_lower_bound(seed: int, spread: float) -> None:
     found = divergence(old, new)
     assert (found >= -1e-6).all()
     assert (found <= whole + 1e-4).all()
+
+
+@pytest.mark.parametrize(("count", "kept"), [(512, 512), (513, 257), (2048, 512), (5000, 500)])
+def test_long_answers_keep_some_places(count: int, kept: int) -> None:
+    every = [{1: math.log(0.1 + 0.8 * place / count)} for place in range(count)]
+    found = divergence(pack(every), pack([{1: math.log(0.25)}] * count))
+    assert len(found) == kept
+    assert found[-1] > found[len(found) // 2]
+    assert pack([]) == ""
