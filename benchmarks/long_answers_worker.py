@@ -208,7 +208,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
             found.append({**row, "tokens": tokens})
         if leads:
             torch.save(references, kept)
-        report = backend_report(job["settings"])
+        report = backend_report(engine, job["settings"])
         return {"seconds": seconds, "backend": report, "documents": found}
     finally:
         close_engine(engine)

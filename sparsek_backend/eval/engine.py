@@ -78,24 +78,31 @@ def ensure_entry_point() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
 
 
-def backend_report(settings: Mapping[str, Any] | None) -> str:
-    """Name of the backend that ran in this process, with its own counters as proof.
+def read_report(_worker: Any) -> str:
+    """Runs in vLLM's worker process: what our backend did there; nothing if it never ran."""
+    from sparsek_backend.vllm_backend.stats import STATS
+    from sparsek_kernels.fallback import fallback_counts
+
+    shares = STATS.attended.shares(STATS.context).items()
+    attended = "".join(f", {share:.1%} of the context attended in {x}" for x, share in shares)
+    report = f"{BACKEND_NAME}, {STATS.forward_calls} forward calls{attended}"
+    fallbacks = {reason: count for reason, count in fallback_counts().items() if count}
+    report += f", fallbacks {fallbacks}" if fallbacks else ""
+    return report if STATS.forward_calls else ""
+
+
+def backend_report(engine: Any, settings: Mapping[str, Any] | None) -> str:
+    """Name of the backend that an engine ran, with its own counters as proof.
 
     Raises:
         RuntimeError: our backend was asked for and its forward never ran.
     """
     if settings is None:
         return "vLLM's own"
-    from sparsek_backend.vllm_backend.stats import STATS
-    from sparsek_kernels.fallback import fallback_counts
-
-    if not STATS.forward_calls:
+    report = str(engine.collective_rpc(read_report)[0])  # ranks attend the same keys
+    if not report:
         raise RuntimeError(f"{BACKEND_NAME} was chosen, but its forward never ran")
-    shares = STATS.attended.shares(STATS.context).items()
-    attended = "".join(f", {share:.1%} of the context attended in {x}" for x, share in shares)
-    report = f"{BACKEND_NAME}, {STATS.forward_calls} forward calls{attended}"
-    fallbacks = {reason: count for reason, count in fallback_counts().items() if count}
-    return report + (f", fallbacks {fallbacks}" if fallbacks else "")
+    return report
 
 
 def close_engine(engine: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from sparsek_backend.eval.engine import open_engine
+from sparsek_backend.eval.engine import ensure_entry_point, open_engine
 from sparsek_backend.eval.prompt import Prompt, Tokens
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.stats import TOP
@@ -54,6 +54,7 @@ def open_scoring_engine(model: str, **arguments: Any) -> Any:
     vLLM's first model runner is chosen: its logits processors are the same in every version.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    ensure_entry_point()  # for the ranks of a tensor-parallel engine
     arguments.setdefault("skip_tokenizer_init", True)
     # A forced token is found by the number of tokens before it, which must be known each step.
     arguments.setdefault("async_scheduling", False)

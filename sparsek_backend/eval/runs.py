@@ -167,7 +167,7 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
             _BATCH_ON_GPU if torch.cuda.is_available() else _BATCH_ON_CPU,
             lambda count, what: report_progress(f"{count} {what}"),
         )
-        row["backend"] = backend_report(row["settings"])
+        row["backend"] = backend_report(engine, row["settings"])
         row["seconds"] = time.perf_counter() - begin
         append_rows(record, [row])
         return {}
