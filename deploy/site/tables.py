@@ -184,7 +184,8 @@ def quality(*files: str) -> str:
             cell = [r for r in means if (r["length"], r["variant"]) == (length, variant)]
             lines += [_answers(cell[0], budget, where) for budget in cell[1:]]
     head = ("length, prompts", "question", "budget", "attended", "dense", "budget's", "of dense")
-    return f"{_table((*head, 'worse, better', 'added NLL'), lines)}\n\n{_measured_on(machines)}"
+    last = ("worse, better", "added NLL", "KL")[: max(map(len, lines)) - len(head)]
+    return f"{_table((*head, *last), lines)}\n\n{_measured_on(machines)}"
 
 
 def _answers(dense: dict[str, Any], budget: dict[str, Any], where: str) -> Iterable[str]:
@@ -198,6 +199,7 @@ def _answers(dense: dict[str, Any], budget: dict[str, Any], where: str) -> Itera
         f"{budget['of_reference']:.1%}",
         f"{budget['lost']}, {budget['gained']}",
         f"{budget['delta_nll']:+.3f}",
+        *([f"{budget['kl']:.4f}"] if "kl" in budget else []),
     )
 
 
