@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -161,6 +162,34 @@ def _check_gpu(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
     else:
         served = "write, select, decode, prefill, sink-window"
         yield Finding("kernels", "ok", f"Triton {triton} for {architecture}: {served}")
+        yield _check_pair(installed_version("torch") or "", triton)
+
+
+def _check_pair(torch: str, triton: str) -> Finding:
+    """Whether the GPU tests ran on these minor versions of both."""
+    tested = tested_pairs()
+    pair = (parse_version(torch)[:2], parse_version(triton)[:2])
+    shown = f"torch {torch} with Triton {triton}"
+    if pair in tested:
+        return Finding("tested together", "ok", shown)
+    ran = ", ".join(
+        " with ".join(".".join(map(str, version)) for version in one) for one in sorted(tested)
+    )
+    return Finding(
+        "tested together",
+        "warning",
+        f"{shown}: the GPU tests have not run on this pair; torch with Triton that they ran on: {ran}",
+        "in a checkout: python -m pytest -m gpu tests/kernels",
+    )
+
+
+def tested_pairs() -> set[tuple[Version, Version]]:
+    """Return the minor versions of torch and Triton on which the GPU tests ran."""
+    lines = Path(__file__).with_name("tested_together.csv").read_text("utf-8").splitlines()
+    return {
+        (parse_version(row["torch"])[:2], parse_version(row["triton"])[:2])
+        for row in csv.DictReader(lines)
+    }
 
 
 def _has_compiler(*names: str) -> bool:
