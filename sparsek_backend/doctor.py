@@ -178,7 +178,7 @@ def _check_pair(torch: str, triton: str) -> Finding:
     return Finding(
         "tested together",
         "warning",
-        f"{shown}: the GPU tests have not run on this pair; torch with Triton that they ran on: {ran}",
+        f"{shown}: the GPU tests have not run on this pair; they ran on torch with Triton: {ran}",
         "in a checkout: python -m pytest -m gpu tests/kernels",
     )
 
