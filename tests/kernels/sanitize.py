@@ -43,10 +43,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
         (*PYTEST, f"{PAGED}/test_hopper.py", "-k", "layouts or lists or sinks or dense_below"),
     ),
     "sink_window": (("-m", "tests.kernels.sink_window.sanitize"),),
-    "nsa": (
-        ("tests/kernels/nsa/kernel_cases.py", "--device", "cuda"),
-        ("tests/kernels/nsa/kernel_cases.py", "--device", "cuda", "--size", "hopper"),
-    ),
+    "nsa": (("tests/kernels/nsa/kernel_cases.py", "--device", "cuda", "--size", "hopper"),),
     "block_sparse": (
         (
             *(*PYTEST, "tests/kernels/block_sparse/test_gpu.py"),
