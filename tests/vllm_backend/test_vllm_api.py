@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_backend.vllm_api import lacking
+from tests.vllm_backend.vllm_api import OURS, OVERRIDING, lacking, passed_in_vain
 
 
 def test_the_installed_version() -> None:
@@ -17,6 +17,28 @@ def test_the_installed_version() -> None:
     assert found is not None
     assert found.origin is not None
     assert lacking(Path(found.origin).parent) == []
+    assert passed_in_vain(Path(found.origin).parent) == []
+
+
+def test_what_ours_does_not_take_is_named(tmp_path: Path) -> None:
+    """By a version that passes one argument more than today's."""
+    source = """
+class AttentionBackend:
+    def get_supported_kernel_block_sizes(kv_cache_spec=None): ...
+    def supports_sink(cls, of_tomorrow): ...
+class AttentionMetadataBuilder:
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
+"""
+    folder = tmp_path / "v1/attention"
+    folder.mkdir(parents=True)
+    folder.joinpath("backend.py").write_text(source, encoding="utf-8")
+    assert passed_in_vain(tmp_path) == ["SparseKBackend.supports_sink(cls, of_tomorrow)"]
+
+
+def test_our_classes_with_methods_of_vllm_are_found() -> None:
+    for classes in OVERRIDING.values():
+        for file, name in classes:
+            assert f"class {name}" in (OURS / file).read_text(encoding="utf-8")
 
 
 def test_gaps_are_named(tmp_path: Path) -> None:
