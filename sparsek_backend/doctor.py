@@ -25,7 +25,7 @@ Status = Literal["ok", "note", "warning", "problem"]
 Version = tuple[int, ...]
 
 PYTHON_RANGE = ((3, 11), (3, 13))
-TORCH_MINIMUM: Version = (2, 10)
+TORCH_RANGE: tuple[Version, Version] = ((2, 10), (2, 14))
 CAPABILITY_MINIMUM: Version = (8, 0)
 
 _SETUP = "bash deploy/quickstart.sh"
@@ -119,8 +119,9 @@ def check_torch() -> Iterator[Finding]:
     if version is None:
         yield _problem("torch", "not installed", "pip install torch")
         return
-    if parse_version(version) < TORCH_MINIMUM:
-        yield _problem("torch", f"{version} is older than 2.10", "pip install --upgrade torch")
+    least, most = (".".join(map(str, minor)) for minor in TORCH_RANGE)
+    if parse_version(version) < TORCH_RANGE[0]:
+        yield _problem("torch", f"{version} is older than {least}", "pip install --upgrade torch")
         return
     try:
         import torch
@@ -129,7 +130,15 @@ def check_torch() -> Iterator[Finding]:
             "torch", f"{version} does not import: {error}", "pip install --force-reinstall torch"
         )
         return
-    yield Finding("torch", "ok", version)
+    if parse_version(version)[:2] <= TORCH_RANGE[1]:
+        yield Finding("torch", "ok", version)
+    else:
+        yield Finding(
+            "torch",
+            "warning",
+            f"{version}; supported: {least} to {most}",
+            f"pip install 'torch=={most}.*'",
+        )
     if torch.cuda.is_available():
         yield from _check_gpu(torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))
     else:

@@ -72,6 +72,13 @@ def test_torch_missing_or_old(version: str | None, remedy: str, versions: Versio
     assert (finding.status, finding.remedy) == ("problem", remedy)
 
 
+def test_torch_that_is_too_new_is_told(versions: Versions) -> None:
+    versions["torch"] = "2.99.1"
+    finding = only(doctor.check_torch(), "torch")
+    assert finding.status == "warning"
+    assert "pip install" in finding.remedy
+
+
 def test_torch_says_which_kernels_run_here() -> None:
     import torch
 
@@ -268,10 +275,10 @@ def test_ranges_are_those_of_the_package_and_the_pages() -> None:
     root = Path(__file__).parents[2]
     project = (root / "pyproject.toml").read_text(encoding="utf-8")
     (_, least), (_, most) = doctor.PYTHON_RANGE
-    torch = ".".join(map(str, doctor.TORCH_MINIMUM))
+    (_, older), (_, newest) = doctor.TORCH_RANGE
     assert f'requires-python = ">=3.{least},<3.{most + 1}"' in project
-    assert f'"torch>={torch}"' in project
+    assert f'"torch>=2.{older},<2.{newest + 1}"' in project
     for page in ("README.md", "docs/start.md"):
         text = (root / page).read_text(encoding="utf-8")
         assert text.count(f"Python 3.{least} to 3.{most}") == text.count("Python 3.") == 2, page
-        assert f"torch {torch} or later" in text
+        assert f"torch 2.{older} to 2.{newest}" in text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.vllm_backend.vllm_api import OURS, OVERRIDING, lacking, passed_in_vain
 
@@ -82,3 +84,15 @@ def test_what_we_override_takes_what_vllm_passes() -> None:
             str(size) for size in sizes
         ]
     assert {"get_supported_kernel_block_sizes", "build", "forward", "customize_spec"} <= compared
+
+
+def test_a_spec_whose_states_stand_for_several_tokens_is_no_full_attention() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from sparsek_backend.vllm_backend.compat import is_full_attention
+
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    assert is_full_attention(spec)
+    if not hasattr(spec, "tokens_per_state"):
+        pytest.skip("this version has one state for each token")
+    assert not is_full_attention(replace(spec, tokens_per_state=8))
