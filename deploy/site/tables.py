@@ -264,6 +264,14 @@ def unions(file: str) -> str:
     return f"{_table(head, lines)}\n\n{_measured_on([found['machine']])}"
 
 
+def tested() -> str:
+    """Return what the GPU tests ran on, a line for each stack."""
+    file = ROOT / "sparsek_backend" / "tested_together.csv"
+    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    head = ("GPU", "driver", "torch", "Triton", "vLLM", "Python", "date", "GPU tests passed")
+    return _table(head, (row.values() for row in rows))
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -276,6 +284,7 @@ TABLES: dict[str, Callable[..., str]] = {
         shares,
         by_records,
         unions,
+        tested,
     )
 }
 

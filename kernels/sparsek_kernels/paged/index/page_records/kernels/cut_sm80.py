@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier
 from sparsek_kernels.paged.index.page_records.kernels.counts_sm80 import (
     add_scores,
     clear_counters,
@@ -355,7 +355,7 @@ def cut_cells_kernel(
     total = totals.slice(0, COLUMNS).load(gl.SliceLayout(0, SHARE))
     live = (column < QUERY_LEN * GROUP) & (column // GROUP < num_tokens)
     share = gl.where(live[None, :], gl.exp2(share - total[None, :]), 0.0)
-    shares._reinterpret(gl.int32, [SEGMENTS, COLUMNS], PLAIN2).store(twice(share))
+    reinterpret(shares, gl.int32, [SEGMENTS, COLUMNS], PLAIN2).store(twice(share))
     thread_barrier()
 
     # Keys, and how many there are of each.

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.paged.index.page_records.config import MOST_EACH
 from sparsek_kernels.paged.index.page_records.kernels.lanes_sm80 import (
@@ -329,7 +329,7 @@ def weigh_cells_kernel(
             )  # fmt: skip
         async_copy.commit_group()
         read = load_turn(
-            level_ring.index(turn % STAGES)._reinterpret(gl.int32, [8, 32, W], PLAIN2),
+            reinterpret(level_ring.index(turn % STAGES), gl.int32, [8, 32, W], PLAIN2),
             rest_ring.index(turn % STAGES), SPLIT, HEAD_DIM,
         )  # fmt: skip
         at_segment = begin + turn * 2
