@@ -116,7 +116,9 @@ def test_every_result_file_is_listed() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     names = [
         name
-        for code in re.findall(r"`([\w.{},]+\.[\w{},]+)`", page.partition("## Committed results")[2])
+        for code in re.findall(
+            r"`([\w.{},]+\.[\w{},]+)`", page.partition("## Committed results")[2]
+        )
         for name in spelled_out(code)
     ]
     kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}

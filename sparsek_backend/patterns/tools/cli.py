@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparsek_backend.command_line import failing_on, grouped
+from sparsek_backend.command_line import failing_on, grouped, token_option
 from sparsek_backend.machine import choose_device
 from sparsek_backend.patterns.masses import Measure
 from sparsek_backend.patterns.model_file import ModelPatterns
@@ -90,7 +90,7 @@ def learn(
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files; repeatable. The speeches by default.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 2048,
+    tokens: Annotated[int, token_option("Tokens of each text.")] = 2048,
     texts: Annotated[int, typer.Option(min=1, help="Most texts to read.")] = 8,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
     prefill: Annotated[

@@ -15,18 +15,20 @@ TESTS = "tests/vllm_backend"
 
 INTRODUCTION = """# Features
 
-What of vLLM works together with `--attention-backend SPARSEK`. Features with the same limit share a row.
+What of vLLM works together with `--attention-backend SPARSEK`. Features with the same limit share a
+row.
 
-*Served* means that a test runs an engine, or a layer as vLLM builds it, with the feature and compares. While the budget
-covers the context, tokens or log-probabilities equal a dense backend's. While queries select blocks, tokens equal the
-tokens of an engine without the feature. *Refused* means that the server does not start: its message names the feature,
-and the note says what to do instead. *Where* is where the test runs;
-[matrix.py](../tests/vllm_backend/features/matrix.py) names the tests of each feature, and makes this page
-(`python -m tests.vllm_backend.features.matrix`).
+*Served* means that a test runs an engine, or a layer as vLLM builds it, with the feature and
+compares. While the budget covers the context, tokens or log-probabilities equal a dense backend's.
+While queries select blocks, tokens equal the tokens of an engine without the feature. *Refused*
+means that the server does not start: its message names the feature, and the note says what to do
+instead. *Where* is where the test runs; [matrix.py](../tests/vllm_backend/features/matrix.py) names
+the tests of each feature, and makes this page (`python -m tests.vllm_backend.features.matrix`).
 
-Attention layers may have MHA, GQA or MQA, head sizes of 32 to 256 (multiples of 8) and fp32, bf16 or fp16. A model's own
-sliding windows, chunks and learned sink logits are kept exactly, in every mode. Layers whose class asks no backend, values
-of another head size than keys and anything else that is not served stop the start, with the reason and the remedy.
+Attention layers may have MHA, GQA or MQA, head sizes of 32 to 256 (multiples of 8) and fp32, bf16
+or fp16. A model's own sliding windows, chunks and learned sink logits are kept exactly, in every
+mode. Layers whose class asks no backend, values of another head size than keys and anything else
+that is not served stop the start, with the reason and the remedy.
 """
 
 
