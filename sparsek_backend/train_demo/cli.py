@@ -63,6 +63,8 @@ def train_demo(
         where, kinds = choose_device(device), model or ["nsa", "dense"]
         if not {"nsa", "dense"}.issuperset(kinds):
             raise ValueError(f"--model: expected nsa or dense, got {', '.join(kinds)}")
+        if where.type == "cpu":  # threads that wait for another cost more than they compute here
+            torch.set_num_threads(1)
         mesh = _join(where)
         trainers = [Trainer(config, kind, out, where, mesh) for kind in kinds]
         for trainer in trainers:

@@ -134,6 +134,17 @@ def test_a_file_that_is_no_checkpoint_is_named(content: bytes | None, tmp_path: 
     assert "nsa.pt: expected a checkpoint of this command" in " ".join(done.output.split())
 
 
+def test_a_cpu_trains_on_one_thread(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        options = [*SHORT, "--model", "dense", "--out", str(tmp_path)]
+        assert CliRunner().invoke(app, options).exit_code == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_bad_options_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     options = [*SHORT, "--model", "dense", "--out", str(folder)]
