@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparsek_backend.command_line import failing_on, grouped, refuse_set, token_option
+from sparsek_backend.command_line import failing_on, grouped, refuse_set
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.mass import (
     measure_model,
@@ -187,7 +187,7 @@ def measure_mass(
         Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
     ] = None,
     task: Annotated[str, typer.Option(help="Task of the prompt.")] = "multi_key",
-    length: Annotated[int, token_option("Tokens of the prompt.")] = 8192,
+    length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
     seed: Annotated[int, typer.Option(help="Of the prompt.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "mass",

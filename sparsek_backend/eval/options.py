@@ -10,7 +10,7 @@ from typing import Annotated, cast
 import torch
 import typer
 
-from sparsek_backend.command_line import refuse_set, token_option
+from sparsek_backend.command_line import refuse_set
 from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.perplexity import pick_texts, read_texts
 from sparsek_backend.eval.prompt import VARIANTS, Tokenizer, Tokens, Variant
@@ -49,8 +49,7 @@ class QuestionOptions:
         ),
     ] = None
     length: Annotated[
-        list[int] | None,
-        token_option("Tokens of a prompt, such as 16k. Repeatable; by default 4k."),
+        list[int] | None, typer.Option(help="Tokens of a prompt. Repeatable; by default 4096.")
     ] = None
     samples: Annotated[
         int | None,
@@ -138,7 +137,7 @@ class PromptOptions(QuestionOptions):
             min=0, help="Texts for perplexity; 0 skips it. By default 4, and 0 with a suite."
         ),
     ] = None
-    text_length: Annotated[int, token_option("Tokens of each text.", least=128)] = 4096
+    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
     texts_folder: Annotated[
         Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
     ] = None

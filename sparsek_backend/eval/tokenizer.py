@@ -6,7 +6,6 @@ from typing import Any
 
 from sparsek_backend.eval.prompt import LONGEST_PIECE, Tokens
 from sparsek_backend.extras import needing
-from sparsek_backend.models import check_model
 
 _USER = "\u2063user words\u2063"  # stands for the user's words in a rendered chat template
 _LARGEST_CACHE = 1 << 16
@@ -25,7 +24,6 @@ class HubTokenizer:
     """
 
     def __init__(self, model: str, chat: bool | None = None) -> None:
-        check_model(model)
         with needing("prompts need Transformers", extra="eval"):
             from transformers import AutoTokenizer
         try:
