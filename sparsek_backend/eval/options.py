@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparsek_backend.command_line import refuse_set
+from sparsek_backend.command_line import refuse_set, token_option
 from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.prompt import VARIANTS, Prompt, Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet
@@ -49,8 +49,8 @@ class PromptOptions:
     ] = None
     length: Annotated[
         list[int] | None,
-        typer.Option(
-            help=f"Tokens of a prompt. Repeatable; by default {_ON_GPU['length']} with a GPU, "
+        token_option(
+            f"Of a prompt, such as 16k. Repeatable; by default {_ON_GPU['length']} with a GPU, "
             f"{_ON_CPU['length']} without."
         ),
     ] = None

@@ -6,6 +6,7 @@ from typing import Any
 
 from sparsek_backend.eval.prompt import Tokenizer, Tokens
 from sparsek_backend.extras import needing
+from sparsek_backend.models import check_model
 
 _USER = "\u2063user words\u2063"  # stands for the user's words in a rendered chat template
 
@@ -24,6 +25,7 @@ class HubTokenizer(Tokenizer):
 
     def __init__(self, model: str, chat: bool | None = None) -> None:
         super().__init__()
+        check_model(model)
         with needing("prompts need Transformers", extra="eval"):
             from transformers import AutoTokenizer
         try:
