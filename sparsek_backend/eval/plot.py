@@ -49,8 +49,12 @@ def plot_results(results: Mapping[str, Sequence[Row]], path: Path) -> Path:
         line[0].set_ylim(bottom=0.0)
     for title, top, bottom in zip(columns, axes[0], axes[-1], strict=True):
         top.set_title(title, fontsize=10)
-        top.legend(fontsize=8, loc="lower left")
         bottom.set_xlabel("tokens of the prompt")
+    named: dict[str, Any] = {}
+    for top in axes[0]:
+        handles, names = top.get_legend_handles_labels()
+        named |= dict(zip(names, handles, strict=True))
+    figure.legend(named.values(), named, loc="outside lower center", ncols=2, fontsize=8)
     lengths = sorted({row["length"] for rows in columns.values() for row in rows})
     axes[0][0].set_xscale("log", base=2)
     axes[0][0].set_xticks(lengths, [f"{length / 1024:.3g}k" for length in lengths])
