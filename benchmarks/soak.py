@@ -22,8 +22,8 @@ therefore differ only where the solo run holds both for equally likely, and the 
 equal tokens lie close together.
 
 ``--speculate`` drafts tokens by n-grams of the request, most of which are refused.  ``--answers``
-writes the solo answers, and ``--compare`` holds those of one backend against another's; with
-``--attend-all`` they may part at ties alone.
+writes what each prompt is answered alone.  ``--compare`` takes two such files, of two backends,
+each served with ``--attend-all``: their answers may part at ties alone.
 
 Exit status 1: a request failed, an answer differed (by more than a tie), device memory grew, pages
 were still held at the end, Triton compiled a kernel of SparseK for a request, or nothing was

@@ -135,7 +135,7 @@ def join_state(state, lane, OFF: gl.constexpr):
 def segments_of_program(far, programs, at_once):
     """Far segments of each of some programs: as few as let all of these run at once, or 16.
 
-    A short context in a graph for long ones is dealt out to many programs so.
+    So many programs share a short context in a graph that is made for long ones.
     """
     return 2 * gl.maximum(
         gl.cdiv(far, 2 * programs), gl.minimum(gl.cdiv(far, 2 * at_once), MOST // 2)
