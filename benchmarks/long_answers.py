@@ -26,7 +26,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from sparsek_backend.eval.budgets import Budget, parse_budget
-from sparsek_backend.eval.prompt import Tokenizer, Tokens
+from sparsek_backend.eval.prompt import Prompt, Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.runs import LocalModel
 from sparsek_backend.eval.tokenizer import HubTokenizer
@@ -54,7 +54,7 @@ def make_documents(tokenizer: Tokenizer, lengths: Sequence[int], count: int) -> 
     speeches = [path.read_text(errors="replace") for path in sorted(fetch_texts().glob("*.txt"))]
     before, after = tokenizer.frame()
     head = (*before, *tokenizer.encode(HEAD))
-    texts: list[tuple[str, Tokens]] = []
+    documents: list[Prompt] = []
     for length in lengths:
         for index in range(count):
             question = tokenizer.encode("\n\n" + QUESTIONS[index % len(QUESTIONS)])
@@ -64,8 +64,10 @@ def make_documents(tokenizer: Tokenizer, lengths: Sequence[int], count: int) -> 
                 if len(body) >= room:
                     break
                 body += tokenizer.encode(speech)
-            texts.append((f"{length}/{index}", (*head, *body[:room], *question, *after)))
-    return PromptSet(texts=texts)
+            pieces = (head, tuple(body[:room]), question, after)
+            document = Prompt("long_answer", "plain", length, index, pieces, (), (), max_tokens=0)
+            documents.append(document)
+    return PromptSet(documents)
 
 
 def quarters_of(bins: Sequence[float]) -> list[float]:
@@ -187,7 +189,7 @@ def main() -> None:
     else:
         made = make_documents(HubTokenizer(options.model), options.length, options.count)
         save_prompts(options.out, made)
-        print(f"wrote {len(made.texts)} documents to {options.out}")
+        print(f"wrote {len(made.prompts)} documents to {options.out}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from sparsek_backend.eval.engine import backend_report, close_engine, open_scoring_engine
+from sparsek_backend.eval.engine import backend_report, close_engine
+from sparsek_backend.eval.local import open_scoring_engine
 from sparsek_backend.eval.prompt_file import load_prompts
 from sparsek_backend.eval.workers import report_progress, serve_job
 
@@ -163,7 +164,10 @@ class Followed(AdapterLogitsProcessor):  # type: ignore[misc]
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
     """Answer all documents by one budget."""
-    texts, count, kept = load_prompts(Path(job["prompts"])).texts, job["tokens"], job["reference"]
+    documents = load_prompts(Path(job["prompts"])).prompts
+    # files of earlier versions have texts, of which the second half is a target
+    texts = [(document.name, (*document.ids, *document.target)) for document in documents]
+    count, kept = job["tokens"], job["reference"]
     longest = max(len(ids) for _, ids in texts) + count
     engine = open_scoring_engine(
         job["model"],
@@ -189,7 +193,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         answers = [out.outputs[0] for out in engine.generate(requests, params, use_tqdm=False)]
         seconds = time.perf_counter() - begin
-        documents, references = [], {}
+        found, references = [], {}
         for follower, (name, ids), free, led in zip(
             followers, texts, answers[::2], answers[1::2], strict=True
         ):
@@ -201,11 +205,11 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
             elif isinstance(follower, Lead):
                 row["led"] = list(led.token_ids)
                 references[name] = follower.reference(led.token_ids)
-            documents.append({**row, "tokens": tokens})
+            found.append({**row, "tokens": tokens})
         if leads:
             torch.save(references, kept)
-        report = backend_report(job["settings"])
-        return {"seconds": seconds, "backend": report, "documents": documents}
+        report = backend_report(engine, job["settings"])
+        return {"seconds": seconds, "backend": report, "documents": found}
     finally:
         close_engine(engine)
 

@@ -51,7 +51,7 @@ def decode_rows(machine: Any, budget_ms: float) -> Iterator[Any]:
 def forward_rows(machine: Any, budget_ms: float) -> Iterator[Any]:
     """A forward pass without gradients, called from Python and, at 8k, replayed from a graph.
 
-    Neighbours select alike where queries are correlated.
+    Where queries are correlated, neighbouring tokens select many of the same blocks.
     """
     import nsa
     import torch

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sparsek_backend.eval.layers import read_layers
+from sparsek_backend.eval.mass import read_layers
 from sparsek_backend.machine import describe_machine
 from sparsek_backend.train_demo.model import SIZES
 from sparsek_backend.train_demo.train import DemoConfig, Trainer

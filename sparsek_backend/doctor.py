@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ Status = Literal["ok", "note", "warning", "problem"]
 Version = tuple[int, ...]
 
 PYTHON_RANGE = ((3, 11), (3, 13))
-TORCH_MINIMUM: Version = (2, 10)
+TORCH_RANGE: tuple[Version, Version] = ((2, 10), (2, 14))
 CAPABILITY_MINIMUM: Version = (8, 0)
 
 _SETUP = "bash deploy/quickstart.sh"
@@ -118,8 +119,9 @@ def check_torch() -> Iterator[Finding]:
     if version is None:
         yield _problem("torch", "not installed", "pip install torch")
         return
-    if parse_version(version) < TORCH_MINIMUM:
-        yield _problem("torch", f"{version} is older than 2.10", "pip install --upgrade torch")
+    least, most = (".".join(map(str, minor)) for minor in TORCH_RANGE)
+    if parse_version(version) < TORCH_RANGE[0]:
+        yield _problem("torch", f"{version} is older than {least}", "pip install --upgrade torch")
         return
     try:
         import torch
@@ -128,7 +130,15 @@ def check_torch() -> Iterator[Finding]:
             "torch", f"{version} does not import: {error}", "pip install --force-reinstall torch"
         )
         return
-    yield Finding("torch", "ok", version)
+    if parse_version(version)[:2] <= TORCH_RANGE[1]:
+        yield Finding("torch", "ok", version)
+    else:
+        yield Finding(
+            "torch",
+            "warning",
+            f"{version}; supported: {least} to {most}",
+            f"pip install 'torch=={most}.*'",
+        )
     if torch.cuda.is_available():
         yield from _check_gpu(torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))
     else:
@@ -161,6 +171,34 @@ def _check_gpu(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
     else:
         served = "write, select, decode, prefill, sink-window"
         yield Finding("kernels", "ok", f"Triton {triton} for {architecture}: {served}")
+        yield _check_pair(installed_version("torch") or "", triton)
+
+
+def _check_pair(torch: str, triton: str) -> Finding:
+    """Whether the GPU tests ran on these minor versions of both."""
+    tested = tested_pairs()
+    pair = (parse_version(torch)[:2], parse_version(triton)[:2])
+    shown = f"torch {torch} with Triton {triton}"
+    if pair in tested:
+        return Finding("tested together", "ok", shown)
+    ran = ", ".join(
+        " with ".join(".".join(map(str, version)) for version in one) for one in sorted(tested)
+    )
+    return Finding(
+        "tested together",
+        "warning",
+        f"{shown}: the GPU tests have not run on this pair; they ran on torch with Triton: {ran}",
+        "in a checkout: python -m pytest -m gpu tests/kernels",
+    )
+
+
+def tested_pairs() -> set[tuple[Version, Version]]:
+    """Return the minor versions of torch and Triton on which the GPU tests ran."""
+    lines = Path(__file__).with_name("tested_together.csv").read_text("utf-8").splitlines()
+    return {
+        (parse_version(row["torch"])[:2], parse_version(row["triton"])[:2])
+        for row in csv.DictReader(lines)
+    }
 
 
 def _has_compiler(*names: str) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,17 @@ def download_model(name: str) -> Path:
     folder = Path(snapshot_download(name, allow_patterns=patterns))
     verify_model(folder)
     return folder
+
+
+def check_model(name: str) -> None:
+    """Refuse a path that leads to no folder.  Names of the Hub, such as ``org/name``, pass.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    of_the_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)
+    if of_the_hub is None and not Path(name).is_dir():
+        raise ValueError(f"model: expected a folder or a name of the Hub, there is no {name}")
 
 
 def fetch_texts(directory: Path | None = None, *, progress: Progress = print_progress) -> Path:

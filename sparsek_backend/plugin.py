@@ -7,6 +7,11 @@ imported when an engine selects it.
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsek_backend.vllm_backend import names
@@ -23,9 +28,11 @@ def register() -> None:
 
     Raises:
         ImportError: if vLLM is not installed.
+        SystemExit: this is a server's command line, and a setting on it is wrong.
     """
     from sparsek_backend.vllm_backend.register import hook_platform, register_model
 
+    refuse_wrong_settings(sys.argv[1:], os.environ)
     backend_member()
     hook_platform(names.BACKEND_NAME, names.BACKEND_PATH)
     register_model(names.NSA_ARCHITECTURE, names.NSA_MODEL_PATH)
@@ -40,3 +47,34 @@ def backend_member() -> Any:
     from sparsek_backend.vllm_backend.register import ensure_member
 
     return ensure_member(names.BACKEND_NAME, names.BACKEND_PATH, backend_member)
+
+
+def refuse_wrong_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """End a server whose command line selects SPARSEK with a setting that is wrong by itself.
+
+    vLLM has read nothing yet, so the message comes early and stands alone.  All other settings, and
+    what goes with which model, are checked when the engine is configured.
+
+    Args:
+        arguments: of the command line.
+        environ: environment variables.
+
+    Raises:
+        SystemExit: a setting is unknown or has a value that it cannot have.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--attention-backend", "--attention_backend", default="")
+    parser.add_argument("--additional-config", "--additional_config", default="{}")
+    try:
+        given, _ = parser.parse_known_args(arguments)
+        additional = json.loads(given.additional_config)
+    except (argparse.ArgumentError, ValueError):  # vLLM says what is wrong with them
+        return
+    if given.attention_backend.upper() != names.BACKEND_NAME:
+        return
+    from sparsek_backend.config import ConfigError, check_values, read_section
+
+    try:
+        check_values(read_section(additional), environ)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -37,7 +37,8 @@ def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
     for row in document["prompts"]:
         ids = [token for piece in row["pieces"] for token in document["pieces"][piece]]
         about = {name: row[name] for name in ("task", "variant", "length", "index", "target")}
-        if len(row["target"]) > 1:  # the first token follows from the prompt
+        # the first token follows from the prompt; texts ask nothing
+        if len(row["target"]) > 1 and row["variant"] != "text":
             yield {**about, "ids": ids}
 
 

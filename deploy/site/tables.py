@@ -27,6 +27,9 @@ PROVIDERS = {
     "fa3_chunked": "FlashAttention-3, in chunks",
     "mdy666": "mdy666's kernels",
     "fla": "flash-linear-attention",
+    "fa2": "FlashAttention-2",
+    "cudnn": "cuDNN",
+    "xunhaolai": "XunhaoLai's kernels",
     "sdpa": "SDPA",
     "sdpa_cudnn": "SDPA, cuDNN",
     "sdpa_flash": "SDPA, flash",
@@ -115,11 +118,11 @@ def kernels(file: str, *ops: str) -> str:
     tables = []
     for op in ops or dict.fromkeys(row["op"] for row in rows):
         here = [row for row in rows if row["op"] == op]
-        tables += [f"`{op}`", _compared(here)]
+        tables.append(_compared(op, here))
     return "\n\n".join((*tables, _measured_on(rows)))
 
 
-def _compared(rows: Sequence[dict[str, str]]) -> str:
+def _compared(op: str, rows: Sequence[dict[str, str]]) -> str:
     """Return a line for each case: our time, and of each peer its time over ours."""
     timed = dict.fromkeys(row["provider"] for row in rows if _milliseconds(row) is not None)
     peers = [name for name in timed if name != OURS]
@@ -131,7 +134,7 @@ def _compared(rows: Sequence[dict[str, str]]) -> str:
         ours = _milliseconds(found.get(OURS))
         cells = [_ratio(_milliseconds(found.get(name)), ours) for name in peers]
         lines.append((case, f"`{spec}`", _duration(ours), *cells))
-    return _table(("case", "batch", "ours", *(PROVIDERS.get(x, x) for x in peers)), lines)
+    return _table((f"`{op}`", "batch", "ours", *(PROVIDERS.get(x, x) for x in peers)), lines)
 
 
 def served(file: str) -> str:
@@ -184,7 +187,8 @@ def quality(*files: str) -> str:
             cell = [r for r in means if (r["length"], r["variant"]) == (length, variant)]
             lines += [_answers(cell[0], budget, where) for budget in cell[1:]]
     head = ("length, prompts", "question", "budget", "attended", "dense", "budget's", "of dense")
-    return f"{_table((*head, 'worse, better', 'added NLL'), lines)}\n\n{_measured_on(machines)}"
+    last = ("worse, better", "added NLL", "KL")[: max(map(len, lines)) - len(head)]
+    return f"{_table((*head, *last), lines)}\n\n{_measured_on(machines)}"
 
 
 def _answers(dense: dict[str, Any], budget: dict[str, Any], where: str) -> Iterable[str]:
@@ -198,6 +202,7 @@ def _answers(dense: dict[str, Any], budget: dict[str, Any], where: str) -> Itera
         f"{budget['of_reference']:.1%}",
         f"{budget['lost']}, {budget['gained']}",
         f"{budget['delta_nll']:+.3f}",
+        *([f"{budget['kl']:.4f}"] if "kl" in budget else []),
     )
 
 
@@ -236,30 +241,12 @@ def by_records(file: str) -> str:
     return f"{_table(head, lines)}\n\n{_measured_on(rows)}"
 
 
-def unions(file: str) -> str:
-    """Return how many blocks neighbours select, by ``benchmarks/nsa_union.py``: a line per size."""
-    found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-    lines = []
-    for name, part in (("", found["model"]), ("demo, ", found["demo"])):
-        for row in part["rows"]:
-            if row["kind"] != "model" or row["layer"] != "all":
-                continue
-            alike = [
-                x for x in part["rows"] if all(x[y] == row[y] for y in ("length", "neighbours"))
-            ]
-            random = next(x["mean"] for x in alike if x["kind"] == "random")
-            means = [x["mean"] for x in alike if x["kind"] == "model" and x is not row]
-            spread = f"{min(means):.1f} to {max(means):.1f}" if means else ""
-            even, below = (f"{row['even']:g}", f"{row['below']:.0%}") if "even" in row else ("", "")
-            union = f"{row['mean']:.1f} ({row['p10']:g}, {row['p90']:g})"
-            size, half = str(row["neighbours"]), f"{row['half']:.1f}"
-            length = f"{name}{_tokens(row['length'])}"
-            lines.append((length, size, union, spread, half, f"{random:.1f}", even, below))
-    head = (
-        "tokens", "T", "union: mean (10 %, 90 %)", "means of layers", "chosen by half or more",
-        "union of random ones", "even at", "groups below",
-    )  # fmt: skip
-    return f"{_table(head, lines)}\n\n{_measured_on([found['machine']])}"
+def tested() -> str:
+    """Return what the GPU tests ran on, a line for each stack."""
+    file = ROOT / "sparsek_backend" / "tested_together.csv"
+    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    head = ("GPU", "driver", "torch", "Triton", "vLLM", "Python", "date", "GPU tests passed")
+    return _table(head, (row.values() for row in rows))
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -273,7 +260,7 @@ TABLES: dict[str, Callable[..., str]] = {
         quality,
         shares,
         by_records,
-        unions,
+        tested,
     )
 }
 

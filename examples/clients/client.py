@@ -74,7 +74,7 @@ def refused_embeddings(client: openai.OpenAI, model: str) -> int:
 
 def main() -> None:
     """Run the four requests against a server."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
     parser.add_argument("--document", type=Path, help="a text to ask about")
     options = parser.parse_args()

@@ -37,7 +37,7 @@ from sparsek_backend.bench.serve import (
 )
 from sparsek_backend.bench.shapes import SHAPES
 from sparsek_backend.bench.workload import load_workloads
-from sparsek_backend.command_line import fail, failing_on, grouped
+from sparsek_backend.command_line import fail, failing_on, grouped, token_option
 from sparsek_backend.config import resolve_config
 from sparsek_backend.eval.options import EngineOptions
 from sparsek_backend.machine import choose_device, describe_machine
@@ -167,7 +167,7 @@ class CaseOptions:
     """Requests of `serve`, which start together."""
 
     context: Annotated[
-        list[str] | None, typer.Option(help="Prompt tokens, such as 16k. Repeatable; 2k if none.")
+        list[int] | None, token_option("Prompt tokens, such as 16k. Repeatable; 2k if none.")
     ] = None
     requests: Annotated[
         list[int] | None,
@@ -191,7 +191,7 @@ def serve(
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
     with failing_on(ValueError, ImportError, RuntimeError):
         options: dict[str, Any] = asdict(cases)
-        wanted = parse_cases(options.pop("context") or ["2k"], options.pop("requests") or [1])
+        wanted = parse_cases(options.pop("context") or [2048], options.pop("requests") or [1])
         plan = ServePlan(cases=wanted, engine=engine.arguments(), **options, **backends.parsed())
         rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
     console.print(serve_table(rows))

@@ -14,7 +14,6 @@ from rich.table import Table
 from sparsek_backend.bench.plan import Plan, Row
 from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.serve_plot import plot_serve
-from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import quantile
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.machine import Machine
@@ -45,18 +44,14 @@ class ServePlan(Plan):
             raise ValueError(f"output_tokens: expected at least 2, got {self.output_tokens}")
 
 
-def parse_cases(contexts: Sequence[str], requests: Sequence[int]) -> tuple[ServeCase, ...]:
-    """Cross contexts (`2k`, `128k`) with concurrencies.
+def parse_cases(contexts: Sequence[int], requests: Sequence[int]) -> tuple[ServeCase, ...]:
+    """Cross contexts with concurrencies.
 
     Raises:
-        ValueError: a context that is no size, or fewer than one request.
+        ValueError: fewer than one request.
     """
     cases = []
-    for text in contexts:
-        try:
-            length = parse_spec(f"q{text}").seq_lens[0]
-        except ValueError as error:
-            raise ValueError(f"context: expected a size such as 8k, got {text!r}") from error
+    for length in contexts:
         for count in requests:
             if count < 1:
                 raise ValueError(f"requests: expected a positive integer, got {count}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated
 
 import typer
@@ -16,37 +19,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sparsek_backend.command_line import failing_on, grouped, refuse_set
+from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import parse_budget
-from sparsek_backend.eval.mass import (
-    measure_model,
-    phase_summaries,
-    plot_masses,
-    write_masses,
-)
+from sparsek_backend.eval.mass import PHASES, mean_of, measure_model, plot_masses
 from sparsek_backend.eval.options import (
     BudgetOptions,
     EngineOptions,
     PromptOptions,
-    QuestionOptions,
     check_unique,
     server_of,
 )
-from sparsek_backend.eval.plot import plot_accuracy
+from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.record import read_rows
-from sparsek_backend.eval.results import (
-    collect_runs,
-    perplexity_rows,
-    read_results,
-    retrieval_rows,
-    warnings_of,
-    write_results,
-)
-from sparsek_backend.eval.runs import LocalModel, OnProgress, Workplace, run_server
+from sparsek_backend.eval.results import collect_runs, compare_runs, read_results, warnings_of
+from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
-from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
-from sparsek_backend.eval.tasks import make_prompts
+from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model
@@ -62,8 +52,8 @@ app = typer.Typer(
 console = Console()
 _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
 
-Scoring = Callable[[OnProgress], str]
-"""Scores one budget or server, and returns the run's key."""
+Scoring = Callable[..., str]
+"""Gets where to report progress, and GPUs if it is to keep to some; returns its run's key."""
 Commit = Annotated[str, typer.Option(help="Commit to record where there is no git.")]
 
 
@@ -95,10 +85,10 @@ def evaluate(
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "quality",
     commit: Commit = "",
 ) -> None:
-    """Retrieval and perplexity, dense against sparse, prompt by prompt.
+    """Answers and their likelihood, dense against sparse, prompt by prompt.
 
-    Writes tables as CSV, everything as JSON, a plot, and each score as it is found: the same
-    command continues an interrupted evaluation.
+    Writes a table as CSV, everything as JSON, a plot, and each score as it is found: the same
+    command continues an interrupted evaluation. Every GPU has a budget of its own at a time.
     """
     if context.invoked_subcommand is not None:
         return
@@ -123,13 +113,14 @@ def evaluate(
         found, file = take_prompts(prompts, asked, tokenizer, what, kept)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
         runs: list[tuple[str, Scoring]] = []
+        gpus: Sequence[str | None] = (None,)
         if base_url:
             for url in base_url:
                 runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
         else:
-            local = LocalModel(what, engine.arguments())
+            local, gpus = LocalModel(what, engine.arguments()), engine.gpus()
             runs += [(one.label, partial(local.run, one, place)) for one in compared]
-        _report(out, name, run_all(found, runs), commit)
+        _report(out, name, run_all(found, runs, gpus), commit)
 
 
 @app.command("prompts")
@@ -146,7 +137,7 @@ def make_prompt_file(
         asked.check()
         tokenizer = partial(HubTokenizer, model, asked.chat)
         found, _ = take_prompts(None, asked, tokenizer, model, out)
-    console.print(f"wrote {len(found.prompts)} prompts and {len(found.texts)} texts to {out}")
+    console.print(f"wrote {len(found.prompts)} prompts to {out}")
 
 
 @app.command("report")
@@ -164,37 +155,36 @@ def report(
 
 @app.command("picture")
 def draw_picture(
-    results: Annotated[list[Path], typer.Argument(help="Result JSONs, of one model.")],
+    results: Annotated[list[Path], typer.Argument(help="Result JSONs, of one model or several.")],
     out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("picture.png"),
 ) -> None:
-    """Draw accuracy over attended share from result files: a panel for each length and variant.
+    """Draw accuracy and KL over the context from result files: a column for each model and variant.
 
     A budget that several files have is drawn from the last of them.
     """
     with _mendable():
-        model, rows = read_results(results)
         out.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"wrote {plot_accuracy(rows, out, model)}")
+        console.print(f"wrote {plot_results(read_results(results), out)}")
 
 
 @app.command("mass")
+@grouped
 def measure_mass(
     model: Annotated[str, typer.Argument(help="Model folder or name.")],
+    *,
     budget: Annotated[
         str, typer.Option(help="One budget of block_topk or pattern.")
     ] = "block_topk:32",
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
     ] = None,
-    task: Annotated[str, typer.Option(help="Task of the prompt.")] = "multi_key",
-    length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
-    seed: Annotated[int, typer.Option(help="Of the prompt.")] = 0,
+    asked: PromptOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "mass",
 ) -> None:
     """Share of the exact attention that a selection catches, by layer and KV head: CSV and plot.
 
-    The model reads one prompt through Transformers, on a GPU if there is one.
+    The model reads the first of the prompts through Transformers, on a GPU if there is one.
     """
     with _mendable():
         parsed = parse_budget(budget)
@@ -202,17 +192,10 @@ def measure_mass(
         if not policy_of(0).selects_blocks:
             raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
         import_pyplot()
-        if prompts is None:
-            tokenizer = HubTokenizer(model)
-            made = make_prompts(
-                tokenizer, tasks=[task], variants=["plain"], lengths=[length], count=1, seed=seed
-            )
-        else:
-            known = load_prompts(prompts).prompts
-            made = (p for p in known if (p.task, p.length) == (task, length))
-        prompt = next(iter(made), None)
-        if prompt is None:
-            raise ValueError(f"prompts: expected one of task {task!r} with {length} tokens")
+        asked.check(prompts)
+        tokenizer, kept = partial(HubTokenizer, model, asked.chat), out / f"{name}.prompts.json.gz"
+        found, _ = take_prompts(prompts, replace(asked, samples=1), tokenizer, model, kept)
+        prompt = found.prompts[0]
         with console.status("reading the prompt") as status:
             masses = measure_model(
                 model,
@@ -221,16 +204,16 @@ def measure_mass(
                 entries=None if pattern is None else PrefillPattern.load(pattern).entries,
                 on_layer=lambda layer: status.update(f"layer {layer}"),
             )
-        title = f"{Path(model).name}, {budget}, {length} tokens, {task}"
-        for line in phase_summaries(masses):
-            console.print(line)
-        console.print(f"wrote {write_masses(out / f'{name}.csv', masses)}")
+        title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
+        for phase in PHASES:
+            console.print(mean_of(masses, phase))
+        console.print(f"wrote {write_csv_file(out / f'{name}.csv', masses, digits=6)}")
         console.print(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
 
 
 def take_prompts(
     given: Path | None,
-    asked: QuestionOptions,
+    asked: PromptOptions,
     tokenizer: Callable[[], Tokenizer],
     model: str,
     kept: Path,
@@ -244,43 +227,55 @@ def take_prompts(
     return made, kept
 
 
-def run_all(asked: PromptSet, runs: Sequence[tuple[str, Scoring]]) -> list[str]:
-    """Run everything under one progress bar; returns the runs' keys."""
-    steps = len(asked.prompts) + len(asked.texts)
-    keys = []
+def run_all(
+    asked: PromptSet, runs: Sequence[tuple[str, Scoring]], gpus: Sequence[str | None] = (None,)
+) -> list[str]:
+    """Run everything under one progress bar, one run on each of ``gpus`` at a time; their keys."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(runs) * steps)
-        for label, run in runs:
-            begin = time.monotonic()
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+    with (
+        Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress,
+        ThreadPoolExecutor(len(gpus)) as pool,
+    ):
+        bar = progress.add_task("", total=len(runs) * len(asked.prompts))
 
-            def tell(count: int, what: str, label: str = label) -> None:
+        def run(label: str, scoring: Scoring) -> str:
+            def tell(count: int, what: str) -> None:
                 progress.update(bar, advance=count, description=f"{label}: {what}")
 
-            tell(0, "starting")
-            keys.append(run(tell))
+            begin, gpu = time.monotonic(), free.get()
+            try:
+                tell(0, "starting")
+                key = scoring(tell) if gpu is None else scoring(tell, gpu)
+            finally:
+                free.put(gpu)
             progress.console.print(f"{label}: done, {time.monotonic() - begin:.0f} s")
-    return keys
+            return key
+
+        return list(pool.map(run, *zip(*runs, strict=True)))
 
 
 def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> None:
     runs = collect_runs(read_rows(out / f"{name}.jsonl"), keys)
-    retrieval, perplexity = retrieval_rows(runs), perplexity_rows(runs)
-    for table in retrieval_tables(retrieval):
+    rows = compare_runs(runs)
+    for table in result_tables(rows):
         console.print(table)
-    if perplexity:
-        console.print(perplexity_table(perplexity))
-    for warning in warnings_of([*retrieval, *perplexity]):
+    for warning in warnings_of(rows):
         console.print(f"[yellow]warning[/yellow] {escape(warning)}", highlight=False)
     model = runs[0].about["model"]
-    details = {
+    document = {
         "model": model,
         "date": datetime.date.today().isoformat(),
         "machine": runs[0].about["machine"],
         "reported_by": asdict(describe_machine(choose_device(), commit)),
+        "runs": [run.about for run in runs],
+        "warnings": warnings_of(rows),
+        "retrieval": rows,
     }
-    written = write_results(out, name, runs, details)
-    if retrieval:
-        written.append(plot_accuracy(retrieval, out / f"{name}.png", model))
-    for path in written:
+    full = out / f"{name}.json"
+    full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    csv = write_csv_file(out / f"{name}.csv", rows, digits=6)
+    for path in (csv, full, plot_results({model: rows}, out / f"{name}.png")):
         console.print(f"wrote {path}")

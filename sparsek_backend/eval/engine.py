@@ -9,20 +9,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import sparsek_backend
 import sparsek_kernels
-from sparsek_backend.eval.prompt import Prompt, Tokens
-from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.extras import needing
 from sparsek_backend.plugin import register
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
-
-FORCE_TOKENS = "sparsek_backend.eval.forcing:ForceTokens"
 
 
 def open_engine(
@@ -83,100 +78,31 @@ def ensure_entry_point() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
 
 
-def backend_report(settings: Mapping[str, Any] | None) -> str:
-    """Name of the backend that ran in this process, with its own counters as proof.
+def read_report(_worker: Any) -> str:
+    """Runs in vLLM's worker process: what our backend did there; nothing if it never ran."""
+    from sparsek_backend.vllm_backend.stats import STATS
+    from sparsek_kernels.fallback import fallback_counts
+
+    shares = STATS.attended.shares(STATS.context).items()
+    attended = "".join(f", {share:.1%} of the context attended in {x}" for x, share in shares)
+    report = f"{BACKEND_NAME}, {STATS.forward_calls} forward calls{attended}"
+    fallbacks = {reason: count for reason, count in fallback_counts().items() if count}
+    report += f", fallbacks {fallbacks}" if fallbacks else ""
+    return report if STATS.forward_calls else ""
+
+
+def backend_report(engine: Any, settings: Mapping[str, Any] | None) -> str:
+    """Name of the backend that an engine ran, with its own counters as proof.
 
     Raises:
         RuntimeError: our backend was asked for and its forward never ran.
     """
     if settings is None:
         return "vLLM's own"
-    from sparsek_backend.vllm_backend.stats import STATS
-    from sparsek_kernels.fallback import fallback_counts
-
-    if not STATS.forward_calls:
+    report = str(engine.collective_rpc(read_report)[0])  # ranks attend the same keys
+    if not report:
         raise RuntimeError(f"{BACKEND_NAME} was chosen, but its forward never ran")
-    report = (
-        f"{BACKEND_NAME}, {STATS.forward_calls} forward calls, "
-        f"{100 * STATS.attended_share:.1f} % of the context attended"
-    )
-    fallbacks = {reason: count for reason, count in fallback_counts().items() if count}
-    return report + (f", fallbacks {fallbacks}" if fallbacks else "")
-
-
-def open_scoring_engine(model: str, **arguments: Any) -> Any:
-    """A `vllm.LLM` that needs no tokenizer and takes tokens to force.
-
-    vLLM's first model runner is chosen: its logits processors are the same in every version.
-    """
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    arguments.setdefault("skip_tokenizer_init", True)
-    # A forced token is found by the number of tokens before it, which must be known each step.
-    arguments.setdefault("async_scheduling", False)
-    arguments.setdefault("enable_prefix_caching", True)
-    arguments.setdefault("logits_processors", [FORCE_TOKENS])
-    return open_engine(model, **arguments)
-
-
-class LocalScorer:
-    """A :class:`Scorer` over an in-process engine.
-
-    Args:
-        decode: token ids to text, or ``None`` where there is no tokenizer.
-    """
-
-    def __init__(self, engine: Any, decode: Callable[[Tokens], str] | None = None) -> None:
-        self._engine = engine
-        self._decode = decode
-
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        entries = self._generate([list(tokens)], [params])[0].prompt_logprobs
-        if entries is None or len(entries) != len(tokens):
-            raise RuntimeError("the engine returned no prompt_logprobs for this model")
-        return [
-            float(entry[token].logprob)
-            for token, entry in zip(tokens[1:], entries[1:], strict=True)
-        ]
-
-    def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
-        """Answer prompts greedily, and score their targets token by token.
-
-        Both requests of a prompt share its pages: the second reads them from the prefix cache.
-        """
-        from vllm import SamplingParams
-
-        from sparsek_backend.eval.forcing import FORCED
-
-        greedy = partial(SamplingParams, temperature=0.0, detokenize=False)
-        forced = partial(greedy, ignore_eos=True, logprobs=0)
-        ids, params = [], []
-        for prompt in prompts:
-            ids += [prompt.ids] * 2
-            params.append(greedy(max_tokens=prompt.max_tokens))
-            target = list(prompt.target)
-            params.append(forced(max_tokens=len(target), extra_args={FORCED: target}))
-        outputs = [output.outputs[0] for output in self._generate(ids, params)]
-        replies = []
-        for prompt, free, led in zip(prompts, outputs[::2], outputs[1::2], strict=True):
-            if tuple(led.token_ids) != prompt.target:
-                raise RuntimeError(f"{prompt.name}: the engine generated other tokens than forced")
-            tokens = tuple(free.token_ids)
-            logprobs = [
-                float(entry[token].logprob)
-                for token, entry in zip(prompt.target, led.logprobs, strict=True)
-            ]
-            text = None if self._decode is None else self._decode(tokens)
-            replies.append(Reply(tokens, text, logprobs))
-        return replies
-
-    def _generate(self, ids: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
-        requests = [{"prompt_token_ids": tokens} for tokens in ids]
-        found: list[Any] = self._engine.generate(requests, list(params), use_tqdm=False)
-        return found
+    return report
 
 
 def close_engine(engine: Any) -> None:

@@ -1,20 +1,46 @@
-"""Filler text: plain sentences from a grammar of our own.
+"""Filler text: plain sentences from a grammar of our own, and the names and numbers hidden in it.
 
 All prompts of one seed draw their filler from one pool of sentences: each is tokenized once.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-
-from sparsek_backend.eval.words import ADJECTIVES, NOUNS, listed
 
 POOL_SENTENCES = 4096
 PARAGRAPH = 6
 """Every this many sentences of the pool, one begins a paragraph."""
 
+
+def listed(text: str) -> tuple[str, ...]:
+    """The entries of a list that is written with bars between them, or else with spaces."""
+    entries = text.split("|") if "|" in text else text.split()
+    return tuple(entry.strip() for entry in entries)
+
+
+ADJECTIVES = listed(
+    "amber bold brave brisk broad calm clear cold crisp dense dim dry dusty eager early faint "
+    "fine firm flat fresh gentle golden grand green grey heavy hollow humble icy jolly keen large "
+    "late light lofty loud mild misty neat noble odd old olive pale plain polite proud quick quiet "
+    "rare rough round rusty sharp short silent silver simple slow small smooth soft solid steep "
+    "still stout strange sturdy swift tall thick thin tidy tiny urban vivid warm weary wide wild "
+    "wise wooden young zesty"
+)
+NOUNS = listed(
+    "anchor apron arrow basket beacon bell bench blanket boat bottle bridge broom bucket button "
+    "cabin candle canvas carpet cart castle chain chair chest chimney clock coat compass copper "
+    "cottage cradle crown cup curtain desk dish door drum engine falcon feather fence fiddle flag "
+    "flute forest fountain garden gate glove guitar hammer harbour hat helmet hinge island jacket "
+    "jar kettle key kite ladder lamp lantern lemon lock loom map mast mill mirror nail needle oar "
+    "orange oven paddle pencil piano pillow pipe plate pocket pump quarry quilt raft ribbon ring "
+    "river rope saddle sail scarf shelf shield shovel sled spoon stove table temple tent thread "
+    "tower tray trumpet tunnel vase vessel violin wagon wheel whistle window yarn"
+)
+NAMES = tuple(f"{a}-{n}" for a, n in itertools.product(ADJECTIVES, NOUNS))
+"""Every adjective-noun name, such as ``amber-basket``."""
 _PEOPLE = listed(
     "the miller|the old teacher|a young sailor|the baker's daughter|our neighbour|the postman|"
     "a travelling doctor|the mayor|the shepherd|two masons|the librarian|a quiet clerk|the judge|"
@@ -48,31 +74,22 @@ _REASONS = listed(
 )
 
 NOTES_BEGIN = "\n\nBefore you answer the question above, read these notes."
-_NOTES = (
-    "Read the whole question once more before you begin.",
-    "A short reply is better than a long one.",
-    "Do not explain how you found it.",
-    "Spell every name exactly as it stands in the text.",
-    "Numbers are written without spaces or commas inside them.",
-    "If several things are asked for, separate them with commas.",
-    "The order in which you list several things does not matter.",
-    "Do not add a greeting, and do not sign the reply.",
-    "Nothing outside the text is needed, and general knowledge does not help.",
-    "Do not translate anything.",
-    "Do not repeat the question in the reply.",
-    "The text may contain many similar passages; only one set of them was asked about.",
-    "Words in the question have the same meaning that they have in the text.",
-    "A reply that is almost right counts as wrong.",
-    "Do not use bullet points, tables or headings.",
-    "There is no need to be polite, and no need to hurry.",
-    "Some readers will see the reply on a small screen, so keep it on one line.",
-    "If you are unsure, give the one reply that seems most likely.",
-    "The length of the text says nothing about where the reply stands in it.",
-    "Passages at the start, in the middle and at the end matter equally.",
-    "Do not mention these notes in the reply.",
-    "Upper and lower case must be kept as they are.",
-    "Do not guess at what the author meant; report what is written.",
-    "Punctuation around names and numbers is not part of them.",
+_NOTES = listed(
+    "Read the whole question once more before you begin.|A short reply is better than a long "
+    "one.|Do not explain how you found it.|Spell every name exactly as it stands in the "
+    "text.|Numbers are written without spaces or commas inside them.|If several things are asked "
+    "for, separate them with commas.|The order in which you list several things does not "
+    "matter.|Do not add a greeting, and do not sign the reply.|Nothing outside the text is needed,"
+    " and general knowledge does not help.|Do not translate anything.|Do not repeat the question "
+    "in the reply.|The text may contain many similar passages; only one set of them was asked "
+    "about.|Words in the question have the same meaning that they have in the text.|A reply that "
+    "is almost right counts as wrong.|Do not use bullet points, tables or headings.|There is no "
+    "need to be polite, and no need to hurry.|Some readers will see the reply on a small screen, "
+    "so keep it on one line.|If you are unsure, give the one reply that seems most likely.|The "
+    "length of the text says nothing about where the reply stands in it.|Passages at the start, in"
+    " the middle and at the end matter equally.|Do not mention these notes in the reply.|Upper and"
+    " lower case must be kept as they are.|Do not guess at what the author meant; report what is "
+    "written.|Punctuation around names and numbers is not part of them."
 )
 
 
@@ -122,3 +139,8 @@ def endless(rng: random.Random, pool: Sequence[str]) -> Iterator[str]:
 def make_notes(rng: random.Random) -> Iterator[str]:
     """Notes on how to answer, without end."""
     return endless(rng, [f" {note}" for note in _NOTES])
+
+
+def draw_numbers(rng: random.Random, count: int) -> list[str]:
+    """Distinct numbers of seven digits."""
+    return [str(number) for number in rng.sample(range(1_000_000, 10_000_000), count)]

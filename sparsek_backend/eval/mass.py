@@ -10,33 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
-from sparsek_backend.csv_file import write_csv_file
-from sparsek_backend.eval.layers import read_layers
+from sparsek_backend.extras import needing
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
 
 PHASES = ("prefill", "decode")
+"""Phases of a selection: a tile of a prompt shares one, each decoded token has its own."""
 COLUMNS = ("phase", "layer", "kv_head", "caught", "best", "attended")
+Record: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+"""Gets a layer's index, q ``[1, N, Hq, D]``, k and v ``[1, N, Hkv, D]``, and the softmax scale."""
 _ROWS = 128
 """Queries whose masses are computed, evenly spread over those that do not see everything."""
-
-
-@dataclass(frozen=True)
-class Mass:
-    """Share of the mass that a layer's selection catches, mean over queries and query heads."""
-
-    # ``prefill``, where a tile shares a selection, or ``decode``, where each query has its own
-    phase: str
-    layer: int
-    caught: torch.Tensor  # ``[Hkv]`` share of the exact mass
-    # ``[Hkv]`` what the best choice of ``top_k`` blocks for each query would catch
-    best: torch.Tensor
-    attended: torch.Tensor  # ``[Hkv]`` share of the keys that is attended
 
 
 def block_masses(
@@ -119,86 +111,98 @@ def measure_model(
     *,
     entries: Mapping[int, torch.Tensor] | None = None,
     on_layer: Callable[[int], None] = lambda layer: None,
-) -> list[Mass]:
-    """Run a model over token ids and measure every causal layer of full attention.
+) -> list[dict[str, Any]]:
+    """Run a model over token ids and measure every layer.
 
     Args:
         policy_of: the policies of the layer with an index.
         entries: of the layers whose prefills follow a learned list (`PrefillPattern.entries`).
 
+    Returns:
+        A row for each layer, phase and KV head, means over queries and query heads: shares of the
+        exact mass that the selection catches, and that the best choice of as many blocks would;
+        share of the keys that is attended.
+
     Raises:
         ImportError: Transformers is not installed.
-        ValueError: the model has no such layer, or the budget covers the prompt.
+        NotImplementedError: a layer of the model is not plain causal attention.
+        ValueError: the budget covers the prompt.
     """
-    found: list[Mass] = []
+    found: list[dict[str, Any]] = []
 
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         policy = policy_of(layer)
-        own = None if entries is None else entries.get(layer)
         lists = None
-        if own is not None:
-            lists = VerticalSlash(block_lists(own, policy.prefill).to(q.device))
-        for phase, rule, index in zip(
-            PHASES, (policy.prefill, policy.decode), (lists, None), strict=True
-        ):
-            shares = measure(q, k, v, rule, scale, index)
-            found.append(Mass(phase, layer, *(x.cpu() for x in shares)))
+        if entries is not None and layer in entries:
+            lists = VerticalSlash(block_lists(entries[layer], policy.prefill).to(q.device))
+        rules = ((policy.prefill, lists), (policy.decode, None))
+        for phase, (rule, index) in zip(PHASES, rules, strict=True):
+            shares = torch.stack(measure(q, k, v, rule, scale, index), 1)
+            for head, three in enumerate(shares.tolist()):
+                found.append(dict(zip(COLUMNS, (phase, layer, head, *three), strict=True)))
         on_layer(layer)
 
     read_layers(model, ids, record)
     return found
 
 
-def write_masses(path: Path, masses: Sequence[Mass]) -> Path:
-    """Write a CSV with one row for each phase, layer and KV head."""
-    rows = [
-        dict(zip(COLUMNS, (mass.phase, mass.layer, head, *shares), strict=True))
-        for mass in masses
-        for head, shares in enumerate(
-            torch.stack([mass.caught, mass.best, mass.attended], 1).tolist()
-        )
-    ]
-    return write_csv_file(path, rows, digits=6)
+def mean_of(rows: Sequence[Mapping[str, Any]], phase: str) -> str:
+    """What a phase catches, in words: means over layers and KV heads."""
+    members = [row for row in rows if row["phase"] == phase]
+    caught, best, attended = (fmean(row[name] for row in members) for name in COLUMNS[3:])
+    return f"{phase}: {caught:.4f} of the attention, {best:.4f} possible, {attended:.1%} of keys"
 
 
-def phase_summaries(masses: Sequence[Mass]) -> list[str]:
-    """A line for each phase: means over layers and KV heads."""
-    lines = []
-    for phase in PHASES:
-        members = [mass for mass in masses if mass.phase == phase]
-        caught, best, attended = (
-            float(torch.stack([getattr(mass, name) for mass in members]).mean())
-            for name in ("caught", "best", "attended")
-        )
-        lines.append(
-            f"{phase}: {caught:.4f} of the attention caught, {best:.4f} possible, {attended:.1%} "
-            "of the keys attended"
-        )
-    return lines
-
-
-def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
+def plot_masses(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Path:
     """Draw a heat map for each phase: the caught share for each layer and KV head."""
     pyplot = import_pyplot()
-    layers = len({mass.layer for mass in masses})
-    heads = len(masses[0].caught)
-    figure, axes = pyplot.subplots(
-        1, len(PHASES), figsize=(4.5 + 0.6 * heads, 2.0 + 0.22 * layers), layout="constrained"
-    )
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    heads = 1 + max(row["kv_head"] for row in rows)
+    size = (4.5 + 0.6 * heads, 2.0 + 0.22 * len(layers))
+    figure, axes = pyplot.subplots(1, len(PHASES), figsize=size, layout="constrained")
     for axis, phase in zip(axes, PHASES, strict=True):
-        members = [mass for mass in masses if mass.phase == phase]
-        grid = torch.stack([mass.caught for mass in members]).float().numpy()
-        best = torch.stack([mass.best for mass in members]).mean()
-        image = axis.imshow(grid, vmin=min(0.5, float(grid.min())), vmax=1.0, aspect="auto")
-        attended = torch.stack([mass.attended for mass in members]).mean()
-        axis.set_title(
-            f"{phase}: {grid.mean():.3f} of {best:.3f} possible\n{attended:.1%} of the keys",
-            fontsize=9,
+        caught = np.array([row["caught"] for row in rows if row["phase"] == phase])
+        image = axis.imshow(
+            caught.reshape(-1, heads), vmin=min(0.5, caught.min()), vmax=1.0, aspect="auto"
         )
+        axis.set_title(mean_of(rows, phase).replace(", ", "\n", 1), fontsize=9)
         axis.set_xticks(range(heads))
-        axis.set_yticks(range(layers), [str(mass.layer) for mass in members], fontsize=7)
+        axis.set_yticks(range(len(layers)), map(str, layers), fontsize=7)
         axis.set_xlabel("KV head")
         figure.colorbar(image, ax=axis)
     axes[0].set_ylabel("layer")
     figure.suptitle(title, fontsize=10)
     return write_figure(figure, path)
+
+
+def read_layers(model: str, ids: Sequence[int], record: Record) -> None:
+    """Let a model read token ids densely, and show what its layers attend with.
+
+    Args:
+        model: folder or name; it is loaded onto a GPU if there is one.
+
+    Raises:
+        ImportError: Transformers is not installed.
+        NotImplementedError: a layer that is not plain causal attention.
+    """
+    with needing("this needs Transformers", extra="eval"):
+        from transformers import AutoModelForCausalLM
+
+        from sparsek_backend.patterns.models import observe_model
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    layers = range(loaded.config.get_text_config().num_hidden_layers)
+    learners = {layer: _Shown(layer, record) for layer in layers}
+    observe_model(loaded, learners, [torch.tensor([list(ids)])])
+
+
+@dataclass(frozen=True)
+class _Shown:
+    layer: int
+    record: Record
+
+    def observe(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None
+    ) -> None:
+        """Show a layer's batch."""
+        self.record(self.layer, q, k, v, softmax_scale or q.shape[-1] ** -0.5)

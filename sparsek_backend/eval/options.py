@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from sparsek_backend.command_line import refuse_set
+from sparsek_backend.command_line import refuse_set, token_option
 from sparsek_backend.eval.budgets import Budget, parse_budget
-from sparsek_backend.eval.perplexity import pick_texts, read_texts
-from sparsek_backend.eval.prompt import VARIANTS, Tokenizer, Tokens, Variant
+from sparsek_backend.eval.prompt import VARIANTS, Prompt, Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.ruler import make_ruler_prompts, read_tasks
-from sparsek_backend.eval.tasks import TASKS, check_tasks, make_prompts
+from sparsek_backend.eval.tasks import TASKS, make_prompts, read_texts
 from sparsek_backend.models import fetch_texts
 
-DEFAULT_BUDGETS = ("block_topk:32", "block_topk:16", "block_topk:8", "sink_window")
-_PICTURED = (8, 16, 32, 64)
-_ON_GPU, _ON_CPU = 100, 2
+_ON_GPU = {"arms": "block_topk:96", "length": 16384, "samples": 100}
+_ON_CPU = {"arms": "block_topk:16,decode_tokens=512", "length": 4096, "samples": 2}
 """Prompts enough for differences of a few points; few enough for an hour."""
 
 
 @dataclass(frozen=True)
-class QuestionOptions:
-    """Which questions are asked."""
+class PromptOptions:
+    """Which prompts are given."""
 
     suite: Annotated[
         str | None,
@@ -49,14 +48,18 @@ class QuestionOptions:
         ),
     ] = None
     length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a prompt. Repeatable; by default 4096.")
+        list[int] | None,
+        token_option(
+            f"Of a prompt, such as 16k. Repeatable; by default {_ON_GPU['length']} with a GPU, "
+            f"{_ON_CPU['length']} without."
+        ),
     ] = None
     samples: Annotated[
         int | None,
         typer.Option(
-            min=0,
-            help="Prompts of each task, variant and length; 0 skips them. By default "
-            f"{_ON_GPU} with a GPU, {_ON_CPU} without.",
+            min=1,
+            help="Prompts of each task, variant and length. By default "
+            f"{_ON_GPU['samples']} with a GPU, {_ON_CPU['samples']} without.",
         ),
     ] = None
     chat: Annotated[
@@ -68,6 +71,10 @@ class QuestionOptions:
         ),
     ] = None
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
+    texts_folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder of .txt files of the task text; by default speeches."),
+    ] = None
 
     def check(self, given: Path | None = None) -> None:
         """Raise a ValueError for options that name what does not exist, or something twice.
@@ -75,15 +82,15 @@ class QuestionOptions:
         Beside a ``given`` file of prompts no option may be set.
         """
         if given is not None:
-            refuse_set("prompts: the file has the prompts and texts", self)
-        if self.suite not in (None, "ruler"):
-            raise ValueError(f"suite: expected ruler, got {self.suite!r}")
-        check_tasks(self.task or (), read_tasks() if self.suite else TASKS)
+            refuse_set("prompts: the file has the prompts", self)
+        check_known("suite", [self.suite] if self.suite else [], ["ruler"])
+        check_known("task", self.task, read_tasks() if self.suite else TASKS)
+        check_known("variant", self.variant, VARIANTS)
         if self.suite:
-            refuse_set("suite: RULER's questions end their prompts", variant=self.variant)
-        for one in self.variant or ():
-            if one not in VARIANTS:
-                raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
+            reason = "suite: RULER's questions end their prompts, and it has texts of its own"
+            refuse_set(reason, variant=self.variant, texts_folder=self.texts_folder)
+        if self.texts_folder is not None:
+            read_texts(self.texts_folder)
         for option in ("task", "variant", "length"):
             check_unique(option, getattr(self, option) or ())
 
@@ -93,74 +100,20 @@ class QuestionOptions:
         model: str,
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> PromptSet:
-        """Make the prompts, and take the texts."""
-        count = self.samples
-        if count is None:
-            count = _ON_GPU if torch.cuda.is_available() else _ON_CPU
-        lengths = self.length or [4096]
-        prompts = (
-            make_ruler_prompts(
-                tokenizer,
-                model,
-                tasks=self.task or list(read_tasks()),
-                lengths=lengths,
-                count=count,
-                seed=self.seed,
-                on_progress=on_progress,
-            )
-            if self.suite
-            else make_prompts(
-                tokenizer,
-                tasks=self.task or list(TASKS),
-                variants=cast(Sequence[Variant], self.variant or VARIANTS),
-                lengths=lengths,
-                count=count,
-                seed=self.seed,
-            )
-        )
+        """Make the prompts."""
+        asked: dict[str, Any] = {"seed": self.seed, "count": self.samples or default("samples")}
+        asked["lengths"] = self.length or [default("length")]
+        if self.suite:
+            asked |= {"tasks": self.task or list(read_tasks()), "on_progress": on_progress}
+            prompts: Iterable[Prompt] = make_ruler_prompts(tokenizer, model, **asked)
+        else:
+            tasks = self.task or TASKS
+            texts = read_texts(self.texts_folder or fetch_texts()) if "text" in tasks else ()
+            asked |= {"tasks": tasks, "variants": self.variant or VARIANTS, "texts": texts}
+            prompts = make_prompts(tokenizer, **asked)
         chat = getattr(tokenizer, "chat", False)
         details = {"suite": self.suite, "seed": self.seed, "model": Path(model).name, "chat": chat}
-        return PromptSet(list(prompts), self.take_texts(tokenizer), details)
-
-    def take_texts(self, tokenizer: Tokenizer) -> list[tuple[str, Tokens]]:
-        """Names and tokens of the texts for perplexity; here there are none."""
-        return []
-
-
-@dataclass(frozen=True)
-class PromptOptions(QuestionOptions):
-    """Which questions are asked, and which texts are read."""
-
-    texts: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Texts for perplexity; 0 skips it. By default 4, and 0 with a suite."
-        ),
-    ] = None
-    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
-    texts_folder: Annotated[
-        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
-    ] = None
-
-    def check(self, given: Path | None = None) -> None:
-        """Raise a ValueError also where nothing is to be measured, or a folder has no texts."""
-        super().check(given)
-        if self.samples == 0 and not self._texts:
-            raise ValueError("nothing to measure: --samples 0 and --texts 0")
-        if self._texts and self.texts_folder is not None:
-            read_texts(self.texts_folder)
-
-    def take_texts(self, tokenizer: Tokenizer) -> list[tuple[str, Tokens]]:
-        """Names and tokens of the texts for perplexity."""
-        if not self._texts:
-            return []
-        found = read_texts(self.texts_folder or fetch_texts())
-        return pick_texts(found, tokenizer, length=self.text_length, count=self._texts)
-
-    @property
-    def _texts(self) -> int:
-        default = 0 if self.suite else 4
-        return default if self.texts is None else self.texts
+        return PromptSet(list(prompts), details)
 
 
 @dataclass(frozen=True)
@@ -174,18 +127,18 @@ class BudgetOptions:
             "block_topk:16,query_tile=1. Repeatable; dense always runs."
         ),
     ] = None
+    arms: Annotated[
+        str | None,
+        typer.Option(
+            help="A block_topk budget to compare with half and twice of it, and with sinks and a "
+            f"window of as many tokens. Without --budget {_ON_GPU['arms']} with a GPU, "
+            f"{_ON_CPU['arms']} without."
+        ),
+    ] = None
     mixed: Annotated[
         bool,
         typer.Option(
             "--mixed", help="Add each block_topk budget sparse in the prefill or decode alone."
-        ),
-    ] = False
-    picture: Annotated[
-        bool,
-        typer.Option(
-            "--picture",
-            help="The budgets of one picture: block_topk of four sizes, and sinks and window of as "
-            "many tokens; --budget adds to them.",
         ),
     ] = False
 
@@ -195,8 +148,9 @@ class BudgetOptions:
         Raises:
             ValueError: a budget that cannot be read, one that is given twice, or none but dense.
         """
-        texts = pictured() if self.picture else [] if self.budget else list(DEFAULT_BUDGETS)
-        budgets = [parse_budget(text) for text in texts + (self.budget or [])]
+        arms = self.arms or (None if self.budget else default("arms"))
+        texts = [*(arms_of(arms) if arms else ()), *(self.budget or ())]
+        budgets = [parse_budget(text) for text in texts]
         if self.mixed:
             budgets = [one for budget in budgets for one in (budget, *halves(budget))]
         sparse = [budget for budget in budgets if budget.settings is not None]
@@ -209,18 +163,35 @@ class BudgetOptions:
 
 def halves(budget: Budget) -> list[Budget]:
     """A ``block_topk`` budget sparse in the prefill alone and in the decode alone."""
-    settings = budget.settings or {}
-    if settings.get("mode") != "block_topk" or "sparse_phase" in settings:
+    if budget.config.mode != "block_topk" or budget.config.sparse_phase != "both":
         return []
     return [parse_budget(f"{budget.label},sparse_phase={x}") for x in ("prefill", "decode")]
 
 
-def pictured() -> list[str]:
-    """The budgets of one picture: block selection, and sinks and window of as many tokens."""
-    blocks = [f"block_topk:{k},decode_tokens={64 * k}" for k in _PICTURED]
-    policies = [parse_budget(text).policy().prefill for text in blocks]
-    windows = [(p.budget_blocks - p.sink_blocks) * p.sel_block_size for p in policies]
-    return blocks + [f"sink_window:{n},num_sink={policies[0].num_sink}" for n in windows]
+def arms_of(text: str) -> list[str]:
+    """A budget, half and twice of what it selects, and a window of as many tokens with its sinks.
+
+    Raises:
+        ValueError: no ``block_topk`` budget.
+    """
+    budget = parse_budget(text)
+    if budget.config.mode != "block_topk":
+        raise ValueError(f"arms: expected a block_topk budget, got {text!r}")
+    blocks, pairs = budget.config.top_k, budget.config.decode_tokens // 2
+    sized = ("top_k=", "decode_tokens=")
+    rest = "".join(f",{x}" for x in text.split(",")[1:] if not x.startswith(sized))
+    half, twice = (
+        f"block_topk:{selected},decode_tokens={2 * decoded}{rest}"
+        for selected, decoded in ((blocks // 2, pairs // 2), (2 * blocks, 2 * pairs))
+    )
+    policy = budget.policy().prefill
+    window = (policy.budget_blocks - policy.sink_blocks) * policy.sel_block_size
+    return [text, half, twice, f"sink_window:{window},num_sink={policy.num_sink}"]
+
+
+def default(name: str) -> Any:
+    """What an option is on this machine if it is not given."""
+    return (_ON_GPU if torch.cuda.is_available() else _ON_CPU)[name]
 
 
 @dataclass(frozen=True)
@@ -263,11 +234,32 @@ class EngineOptions:
         }
         return {name: value for name, value in found.items() if value is not None}
 
+    def gpus(self) -> list[str | None]:
+        """The GPUs of each engine that runs beside the others, as ``CUDA_VISIBLE_DEVICES``.
+
+        ``None`` leaves one engine to find its own.
+        """
+        every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+            map(str, range(torch.cuda.device_count()))
+        )
+        found, size = every.split(","), self.tensor_parallel or 1
+        if every and len(found) < size:
+            raise ValueError(f"tensor-parallel: expected at most {len(found)} GPUs, got {size}")
+        ends = range(size, len(found) + 1, size)
+        return [",".join(found[end - size : end]) for end in ends] if every else [None]
+
 
 def server_of(text: str) -> tuple[str, str]:
     """Label and URL of a server written as ``[LABEL=]URL``."""
     label, separator, url = text.partition("=")
     return (label, url) if separator and "/" not in label else (text, text)
+
+
+def check_known(name: str, values: Sequence[str] | None, known: Collection[str]) -> None:
+    """Refuse a value that is none of those known."""
+    for value in values or ():
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
 
 
 def check_unique(name: str, values: Sequence[object]) -> None:

@@ -1,8 +1,8 @@
-"""The picture of an evaluation: accuracy over attended share."""
+"""The picture of an evaluation: accuracy and KL divergence over the length of the context."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,73 +10,60 @@ from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
 from sparsek_backend.pyplot import import_pyplot, write_figure
 
-_COLOURS = {"block_topk": "#1b6ca8", "sink_window": "#e07a1f", "window": "#6b6b6b"}
-_MARKERS = {"both": "o", "prefill": "^", "decode": "v"}
+_DRAWN = {"accuracy": "mean accuracy", "kl": "KL from dense attention, nats a token"}
 
 
-def plot_accuracy(rows: Sequence[Row], path: Path, model: str) -> Path:
-    """Draw one panel for each length and variant."""
+def plot_results(results: Mapping[str, Sequence[Row]], path: Path) -> Path:
+    """Draw a column for each model and variant, a row for what its results have, a line a budget.
+
+    Bars are 95 % intervals.  Texts are drawn where there is nothing else.
+    """
     pyplot = import_pyplot()
-    means = [row for row in rows if row["task"] == MEAN] or list(rows)
-    variants = list(dict.fromkeys(row["variant"] for row in means))
-    lengths = sorted({row["length"] for row in means})
+    columns: dict[str, list[Row]] = {}
+    for model, rows in results.items():
+        asked = [row for row in rows if row["variant"] != "text"] or rows
+        means = [row for row in asked if row["task"] == MEAN] or asked
+        for variant in dict.fromkeys(row["variant"] for row in means):
+            columns[f"{model}, {variant}"] = [row for row in means if row["variant"] == variant]
+    drawn = [x for x in _DRAWN if any(x in row for rows in columns.values() for row in rows)]
     figure, axes = pyplot.subplots(
-        len(variants),
-        len(lengths),
-        figsize=(5.2 * len(lengths), 4.2 * len(variants)),
-        sharey=True,
+        len(drawn),
+        len(columns),
+        figsize=(5.2 * len(columns), 3.4 * len(drawn)),
+        sharex=True,
+        sharey="row",
         squeeze=False,
         layout="constrained",
     )
-    for line, variant in zip(axes, variants, strict=True):
-        for axis, length in zip(line, lengths, strict=True):
-            here = [r for r in means if (r["variant"], r["length"]) == (variant, length)]
-            if not here:
-                axis.set_axis_off()
-                continue
-            _draw(axis, here)
-            axis.set_title(f"{length} tokens, {variant}", fontsize=10)
-            axis.set_xlabel("share of the keys that a prompt attends")
-            axis.set_ylabel("mean accuracy, 95 % interval")
-            axis.legend(fontsize=8, loc="lower right")
-    figure.suptitle(f"Answers of {model}, dense and sparse")
+    labels = dict.fromkeys(row["label"] for rows in columns.values() for row in rows)
+    colours = {label: f"C{i}" for i, label in enumerate(labels)} | {"dense": "black"}
+    for name, line in zip(drawn, axes, strict=True):
+        for axis, rows in zip(line, columns.values(), strict=True):
+            for label in labels:
+                cells = [row for row in rows if row["label"] == label and name in row]
+                _draw(axis, cells, name, label=label, color=colours[label])
+            axis.grid(alpha=0.3)
+        line[0].set_ylabel(_DRAWN[name])
+        if name == "kl":
+            line[0].set_yscale("symlog", linthresh=1e-3)
+        line[0].set_ylim(bottom=0.0)
+    for title, top, bottom in zip(columns, axes[0], axes[-1], strict=True):
+        top.set_title(title, fontsize=10)
+        bottom.set_xlabel("tokens of the prompt")
+    named: dict[str, Any] = {}
+    for top in axes[0]:
+        handles, names = top.get_legend_handles_labels()
+        named |= dict(zip(names, handles, strict=True))
+    figure.legend(named.values(), named, loc="outside lower center", ncols=2, fontsize=8)
+    lengths = sorted({row["length"] for rows in columns.values() for row in rows})
+    axes[0][0].set_xscale("log", base=2)
+    axes[0][0].set_xticks(lengths, [f"{length / 1024:.3g}k" for length in lengths])
+    axes[0][0].minorticks_off()
     return write_figure(figure, path)
 
 
-def _draw(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw a point for every budget, a line through each mode's points, and dense as a level."""
-    reference, others = rows[0], rows[1:]
-    axis.axhline(reference["accuracy"], color="black", linewidth=1, label=reference["label"])
-    axis.axhspan(
-        reference["accuracy_low"], reference["accuracy_high"], color="black", alpha=0.08, lw=0
-    )
-    series: dict[tuple[str, str], list[Row]] = {}
-    for row in others:
-        mode, _, _ = row["label"].replace(",", ":").partition(":")
-        _, _, phase = row["label"].partition("sparse_phase=")
-        series.setdefault((mode, phase.split(",")[0] or "both"), []).append(row)
-    for (mode, phase), members in series.items():
-        members = sorted(members, key=lambda row: row["prefill_share"] or 1.0)
-        x = [_share(row, phase) for row in members]
-        y = [row["accuracy"] for row in members]
-        below = [row["accuracy"] - row["accuracy_low"] for row in members]
-        above = [row["accuracy_high"] - row["accuracy"] for row in members]
-        axis.errorbar(
-            x,
-            y,
-            yerr=[below, above],
-            marker=_MARKERS.get(phase, "o"),
-            color=_COLOURS.get(mode),
-            linestyle="-" if phase == "both" else ":",
-            capsize=3,
-            alpha=1.0 if phase == "both" else 0.5,
-            label=mode if phase == "both" else f"{mode}, sparse {phase}",
-        )
-    axis.set_xlim(0.0, 1.02)
-    axis.set_ylim(0.0, 1.02)
-    axis.grid(alpha=0.3)
-
-
-def _share(row: Row, phase: str) -> float:
-    share = row["decode_share" if phase == "decode" else "prefill_share"]
-    return 1.0 if share is None else share
+def _draw(axis: Any, cells: Sequence[Row], name: str, **style: str) -> None:
+    if cells := sorted(cells, key=lambda row: row["length"]):
+        ends = [[abs(row[f"{name}_{end}"] - row[name]) for row in cells] for end in ("low", "high")]
+        x, y = ([row[of] for row in cells] for of in ("length", name))
+        axis.errorbar(x, y, yerr=ends, marker="o", capsize=3, **style)

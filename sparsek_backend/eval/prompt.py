@@ -4,34 +4,49 @@ from __future__ import annotations
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Literal
 
 from sparsek_backend.eval.filler import NOTES_BEGIN, make_notes
 
 Tokens = tuple[int, ...]
-Variant = Literal["plain", "followed"]
+Variant = Literal["plain", "followed", "text"]
 
 VARIANTS: tuple[Variant, ...] = ("plain", "followed")
 FOLLOWED_BY = 600
 """Tokens between question and answer in the variant ``followed``."""
 SHORT_LEAD = "The answer is:"
-LONGEST_PIECE = 1 << 14
-"""Characters of the longest text whose tokens a tokenizer keeps."""
+_LONGEST_PIECE, _LARGEST_CACHE = 1 << 14, 1 << 16
+"""Characters of the longest text whose tokens a tokenizer keeps, and how many it keeps."""
 LEAST_FILLER = 64
 """Tokens of filler that a prompt must have room for."""
 
 
-class Tokenizer(Protocol):
-    """Text to token ids."""
+class Tokenizer(ABC):
+    """Text to token ids; those of short texts are kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Tokens] = {}
 
     def encode(self, text: str) -> Tokens:
-        """Token ids of a text, without special tokens."""
+        """Token ids of a text, without special tokens; chat markers in it count as such."""
+        tokens = self._known.get(text)
+        if tokens is None:
+            tokens = self.read(text)
+            if len(self._known) < _LARGEST_CACHE and len(text) <= _LONGEST_PIECE:
+                self._known[text] = tokens
+        return tokens
 
+    @abstractmethod
+    def read(self, text: str) -> Tokens:
+        """What :meth:`encode` keeps."""
+
+    @abstractmethod
     def frame(self) -> tuple[Tokens, Tokens]:
         """Tokens before and after a user's words: a chat template's, or those that begin a text."""
 
@@ -47,10 +62,7 @@ class Draft:
     filler: Iterator[str]  # text for the rest of the body, piece by piece, without end
     question: str  # what is asked, behind the body
     lead: str  # first words of the answer, given to the model
-    answers: tuple[str, ...]  # what a right answer contains
-    target: str  # the whole right answer, as it continues ``lead``
-    # which needles the answer rests on, as indices; ``None`` for all
-    evidence: tuple[int, ...] | None = None
+    answers: tuple[str, ...]  # what a right answer contains, in its order
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of exactly ``length`` tokens; with a ``metric``, of as many, its answer included."""
+    """A prompt of exactly ``length`` tokens; with a ``metric``, of as many, its answer included.
+
+    In the variant ``text`` nothing is asked: it is a text, whose second half is the target.
+    """
 
     task: str
     variant: Variant
@@ -73,8 +88,6 @@ class Prompt:
     answers: tuple[Answer, ...]  # what a right answer contains
     target: Tokens  # the whole right answer, whose log-likelihood is measured
     max_tokens: int  # to generate
-    # first token and the one behind the last of every piece that the answer rests on
-    evidence: tuple[tuple[int, int], ...]
     # RULER's metric of a reply, by name; else the share of the answers that it contains
     metric: str = ""
 
@@ -82,7 +95,9 @@ class Prompt:
     def fits(self) -> bool:
         """Whether it has the tokens that its length allows."""
         found = len(self.ids)
-        return found + self.max_tokens <= self.length if self.metric else found == self.length
+        if self.metric:
+            return found + self.max_tokens <= self.length
+        return found + (len(self.target) if self.variant == "text" else 0) == self.length
 
     @property
     def name(self) -> str:
@@ -127,7 +142,7 @@ def fit(
     lead = tokenizer.encode(SHORT_LEAD if followed else draft.lead)
     notes = _notes(tokenizer, rng) if followed else []
     tail = (tokenizer.encode(draft.question), *notes, after, lead)
-    needles = [tokenizer.encode(text) for _, text in draft.needles]
+    needles = (tokenizer.encode(text) for _, text in draft.needles)
     room = length - sum(map(len, (*head, *needles, *tail)))
     if room < LEAST_FILLER:
         raise ValueError(
@@ -135,34 +150,31 @@ def fit(
             f"{task!r}, variant {variant!r}, got {length}"
         )
     filler = _take(tokenizer, draft.filler, room)
-    body: list[tuple[Tokens, int | None]] = []
-    order = sorted(range(len(needles)), key=lambda i: draft.needles[i][0])
+    body: list[Tokens] = []
     used = 0
-    for needle in order:
-        upto = 1 + round(draft.needles[needle][0] * (len(filler) - 1))
-        body += [(piece, None) for piece in filler[used:upto]]
-        body.append((needles[needle], needle))
+    for depth, text in sorted(draft.needles, key=lambda needle: needle[0]):
+        upto = 1 + round(depth * (len(filler) - 1))
+        body += [*filler[used:upto], tokenizer.encode(text)]
         used = upto
-    body += [(piece, None) for piece in filler[used:]]
-    wanted = set(range(len(needles)) if draft.evidence is None else draft.evidence)
-    position = sum(map(len, head))
-    evidence = []
-    for piece, origin in body:
-        if origin in wanted:
-            evidence.append((position, position + len(piece)))
-        position += len(piece)
-    target = tokenizer.encode(draft.target)
+    body += filler[used:]
+    target = tokenizer.encode("".join(f" {answer}" for answer in draft.answers))
     return Prompt(
         task=task,
         variant=variant,
         length=length,
         index=index,
-        pieces=tuple(p for p in (*head, *(piece for piece, _ in body), *tail) if p),
+        pieces=tuple(piece for piece in (*head, *body, *tail) if piece),
         answers=tuple(make_answer(tokenizer, text) for text in draft.answers),
         target=target,
         max_tokens=len(target) + len(target) // 4 + 8,
-        evidence=tuple(evidence),
     )
+
+
+def make_text(index: int, tokens: Tokens) -> Prompt:
+    """A text as a prompt that asks nothing: what is measured is its second half."""
+    half = len(tokens) // 2
+    read, target = tokens[:half], tokens[half:]
+    return Prompt("text", "text", len(tokens), index, (read,), (), target, max_tokens=0)
 
 
 def make_answer(tokenizer: Tokenizer, text: str) -> Answer:

@@ -6,8 +6,9 @@ each piece is written once:
     {"format": 1, "details": {...}, "pieces": [[1, 2], ...],
      "prompts": [{"task", "variant", "length", "index", "pieces": [0, 7, ...],
                   "answers": [{"text", "tokens": [[...], ...]}], "target": [...],
-                  "max_tokens", "evidence": [[start, end], ...], "metric"}],
-     "texts": [{"name", "ids": [...]}]}
+                  "max_tokens", "metric"}]}
+
+Files of earlier versions have texts of their own, ``"texts": [{"name", "ids": [...]}]``.
 """
 
 from __future__ import annotations
@@ -16,49 +17,50 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.eval.prompt import VARIANTS, Answer, Prompt, Tokens
+from pydantic import TypeAdapter
+
+from sparsek_backend.eval.prompt import Prompt, Tokens, make_text
 
 FORMAT = 1
+_PROMPT = TypeAdapter(Prompt)
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts and texts of an evaluation."""
+    """The prompts of an evaluation."""
 
-    prompts: Sequence[Prompt] = ()  # the retrieval prompts
-    texts: Sequence[tuple[str, Tokens]] = ()  # name and token ids of texts for perplexity
+    prompts: Sequence[Prompt] = ()
     # how they were made: model, seed, chat template
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def longest_request(self) -> int:
-        """Tokens of the longest request, its answer included."""
-        longest = [len(ids) + 1 for _, ids in self.texts]
-        longest += [p.length + max(p.max_tokens, len(p.target)) for p in self.prompts]
-        return max(longest, default=0)
+        """Tokens of the longest request, its answer included; vLLM answers texts too."""
+        return max(
+            (
+                len(p.ids) + max(p.max_tokens, len(p.target)) + (p.variant == "text")
+                for p in self.prompts
+            ),
+            default=0,
+        )
 
 
 def save_prompts(path: Path, prompts: PromptSet) -> None:
     """Write a prompt file."""
     known: dict[Tokens, int] = {}
-    rows = [
-        {
-            **{item.name: getattr(prompt, item.name) for item in fields(prompt)},
-            "pieces": [known.setdefault(piece, len(known)) for piece in prompt.pieces],
-            "answers": [vars(answer) for answer in prompt.answers],
-        }
-        for prompt in prompts.prompts
-    ]
+    rows = []
+    for prompt in prompts.prompts:
+        numbers = [known.setdefault(piece, len(known)) for piece in prompt.pieces]
+        rows.append(asdict(replace(prompt, pieces=())) | {"pieces": numbers})
     document = {
         "format": FORMAT,
         "details": dict(prompts.details),
         "pieces": list(known),
         "prompts": rows,
-        "texts": [{"name": name, "ids": ids} for name, ids in prompts.texts],
     }
     data = json.dumps(document, separators=(",", ":")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,26 +87,18 @@ def load_prompts(path: Path) -> PromptSet:
     try:
         pieces = [tuple(piece) for piece in document["pieces"]]
         prompts = [_read(row, pieces) for row in document["prompts"]]
-        texts = [(text["name"], tuple(text["ids"])) for text in document["texts"]]
+        texts = (tuple(text["ids"]) for text in document.get("texts", ()))
+        prompts += [make_text(index, ids) for index, ids in enumerate(texts)]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"prompts: {path} is damaged ({reason}); make it again") from None
-    return PromptSet(prompts, texts, document.get("details", {}))
+    return PromptSet(prompts, document.get("details", {}))
 
 
 def _read(row: Mapping[str, Any], pieces: Sequence[Tokens]) -> Prompt:
-    answers = [(x["text"], tuple(map(tuple, x["tokens"]))) for x in row["answers"]]
-    read = {
-        "pieces": tuple(pieces[number] for number in row["pieces"]),
-        "answers": tuple(Answer(*answer) for answer in answers),
-        "target": tuple(row["target"]),
-        "evidence": tuple((start, end) for start, end in row["evidence"]),
-    }
-    prompt = Prompt(
-        **{item.name: row[item.name] for item in fields(Prompt) if item.name in row} | read
-    )
-    if prompt.variant not in VARIANTS:
-        raise ValueError(f"variant {prompt.variant!r}")
+    # the pieces apart: they stay shared
+    own = tuple(pieces[number] for number in row["pieces"])
+    prompt = replace(_PROMPT.validate_python({**row, "pieces": ()}), pieces=own)
     if not prompt.fits:
         raise ValueError(f"{prompt.name} has {len(prompt.ids)} tokens")
     return prompt

@@ -1,29 +1,27 @@
 """The record of an evaluation: a JSON line for each score, appended as it is found.
 
-An interrupted evaluation goes on where its record ends.  Lines of three kinds:
+An interrupted evaluation goes on where its record ends.  Lines of two kinds:
 
     {"kind": "run", "run": key, "label": ..., "settings": ..., "machine": ..., ...}
     {"kind": "prompt", "run": key, "task", "variant", "length", "index", "digest", "accuracy", ...}
-    {"kind": "text", "run": key, "name", "digest", "tokens", "nll", "nll_second_half"}
 
 A run's key is made of everything that its scores depend on.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.eval.prompt import Prompt, Tokens
+from sparsek_backend.eval.prompt import Prompt
 
 Row = dict[str, Any]
-SCORES = ("prompt", "text")
-"""Kinds of lines that are scores."""
+_IDENTITY = ("task", "variant", "length", "index", "digest")
 
 
 def run_key(parts: Mapping[str, Any]) -> str:
@@ -34,26 +32,12 @@ def run_key(parts: Mapping[str, Any]) -> str:
 
 def prompt_row(prompt: Prompt) -> Row:
     """The fields that identify a prompt in the record."""
-    return {
-        "kind": "prompt",
-        "task": prompt.task,
-        "variant": prompt.variant,
-        "length": prompt.length,
-        "index": prompt.index,
-        "digest": prompt.digest,
-    }
-
-
-def text_row(name: str, tokens: Tokens) -> Row:
-    """The fields that identify a text in the record."""
-    digest = hashlib.sha256(array("q", tokens).tobytes()).hexdigest()[:16]
-    return {"kind": "text", "name": name, "digest": digest, "tokens": len(tokens)}
+    return {"kind": "prompt"} | {name: getattr(prompt, name) for name in _IDENTITY}
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Identity of the prompt or text that a row scores; rows of two runs with one identity pair."""
-    names = ("kind", "task", "variant", "length", "index", "name", "digest")
-    return tuple(row.get(name) for name in names)
+    """Identity of the prompt that a row scores; rows of two runs with one identity pair."""
+    return tuple(row[name] for name in _IDENTITY)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -80,10 +64,11 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append lines, in place of half a line at the end."""
+    """Append lines, in place of half a line at the end; several processes may."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        if file.tell():
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
                 file.seek(0)
@@ -91,6 +76,8 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def scored(rows: Iterable[Mapping[str, Any]], run: str) -> set[tuple[Any, ...]]:
-    """Identities of the prompts and texts that a run has scored already."""
-    return {identity(row) for row in rows if row["run"] == run and row["kind"] in SCORES}
+def pending(prompts: Iterable[Prompt], record: Path, run: str) -> list[Prompt]:
+    """The prompts that a run has not scored yet."""
+    rows = read_rows(record)
+    done = {identity(row) for row in rows if (row["kind"], row["run"]) == ("prompt", run)}
+    return [prompt for prompt in prompts if identity(prompt_row(prompt)) not in done]

@@ -152,7 +152,6 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
                     answers=tuple(make_answer(tokenizer, output) for output in outputs),
                     target=tokenizer.encode(target),
                     max_tokens=answer_tokens,
-                    evidence=(),
                     metric=task["metric"],
                 )
                 if prompt.fits:

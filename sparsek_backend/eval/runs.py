@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,20 @@ import torch
 
 from sparsek_backend import __version__
 from sparsek_backend.eval.budgets import Budget
-from sparsek_backend.eval.job import pending, score
+from sparsek_backend.eval.engine import backend_report, close_engine
 from sparsek_backend.eval.options import server_of
-from sparsek_backend.eval.prompt_file import PromptSet
-from sparsek_backend.eval.record import append_rows, run_key
+from sparsek_backend.eval.prompt import Prompt
+from sparsek_backend.eval.prompt_file import PromptSet, load_prompts
+from sparsek_backend.eval.record import append_rows, pending, prompt_row, run_key
+from sparsek_backend.eval.scoring import Reply, score_reply
 from sparsek_backend.eval.served import ServedScorer
-from sparsek_backend.eval.workers import SILENCE_LIMIT, run_worker
+from sparsek_backend.eval.tokenizer import HubTokenizer
+from sparsek_backend.eval.workers import SILENCE_LIMIT, report_progress, run_worker, serve_job
 from sparsek_backend.machine import choose_device, cpu_dtype, describe_machine
 
-WORKER = "sparsek_backend.eval.worker"
 _BATCH_ON_GPU, _BATCH_ON_CPU = 128, 4
 _SERVER_BATCH = 32
+_LONGEST_REPLY = 600
 _ENGINE_ON_GPU = {
     "max_num_seqs": 128,
     "max_num_batched_tokens": 8192,
@@ -30,7 +35,10 @@ _ENGINE_ON_GPU = {
 }
 _ENGINE_ON_CPU = {"max_num_seqs": 8, "max_num_batched_tokens": 2048}
 
+Replying = Callable[[Sequence[Prompt]], Sequence[Reply]]
+"""A model: greedy replies to prompts, and what is likely along their targets."""
 OnProgress = Callable[[int, str], None]
+"""Gets how many prompts were scored, and what they were."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,31 @@ class Workplace:
     record: Path  # the JSON lines
     commit: str = ""  # to record where there is no git
 
-    def missing(self, key: str, on_progress: OnProgress) -> PromptSet:
-        """What the record lacks of a run; progress is told of the rest."""
-        missing = pending(self.prompts, self.record, key)
-        total = len(self.prompts.prompts) + len(self.prompts.texts)
-        known = total - len(missing.prompts) - len(missing.texts)
-        on_progress(known, f"{known} of {total} are in the record")
+    def score(self, reply: Replying, run: str, batch: int, on_progress: OnProgress) -> None:
+        """Score what the record lacks of a run, a call of the model at a time.
+
+        Args:
+            reply: the model.
+            batch: prompts in one call, which are of one length and variant; texts, of which every
+                token has its likeliest ones, come one by one.
+        """
+        missing = pending(self.prompts.prompts, self.record, run)
+        for (length, variant), group in groupby(missing, key=lambda p: (p.length, p.variant)):
+            alike, size = list(group), 1 if variant == "text" else batch
+            for asked in (alike[i : i + size] for i in range(0, len(alike), size)):
+                rows = []
+                for prompt, got in zip(asked, reply(asked), strict=True):
+                    said: Any = got.tokens if got.text is None else got.text[:_LONGEST_REPLY]
+                    scores = score_reply(prompt, got) | {"reply": said}
+                    rows.append({"run": run, **prompt_row(prompt), **scores})
+                append_rows(self.record, rows)
+                on_progress(len(asked), f"{asked[-1].task}, {length} tokens")
+
+    def missing(self, run: str, on_progress: OnProgress) -> int:
+        """How many prompts the record lacks of a run; progress is told of the others."""
+        total = len(self.prompts.prompts)
+        missing = len(pending(self.prompts.prompts, self.record, run))
+        on_progress(total - missing, f"{total - missing} of {total} are in the record")
         return missing
 
 
@@ -82,28 +109,27 @@ class LocalModel:
             }
         )
 
-    def run(self, budget: Budget, place: Workplace, on_progress: OnProgress) -> str:
+    def run(
+        self, budget: Budget, place: Workplace, on_progress: OnProgress, gpus: str | None = None
+    ) -> str:
         """Score what the record lacks, in a process of its own; returns the run's key.
+
+        Args:
+            gpus: ``CUDA_VISIBLE_DEVICES`` of the process; ``None`` leaves it as it is.
 
         Raises:
             WorkerError: the engine failed; the message begins with the budget.
         """
         key = self.key(budget, place.commit)
-        missing = place.missing(key, on_progress)
-        if not (missing.prompts or missing.texts):
+        if not place.missing(key, on_progress):
             return key
         settings = None if budget.settings is None else dict(budget.settings)
-        on_gpu = torch.cuda.is_available()
         data = {
             "model": self.model,
-            "settings": settings,
             "engine": self.arguments(),
             "prompts": str(place.prompts_file),
             "record": str(place.record),
-            "run": key,
-            "about": _about(budget.label, settings, self.name, known=True),
-            "batch": _BATCH_ON_GPU if on_gpu else _BATCH_ON_CPU,
-            "commit": place.commit,
+            "run": _run_row(key, place, budget.label, self.name, settings=settings, known=True),
         }
 
         def tell(message: str) -> None:
@@ -111,9 +137,42 @@ class LocalModel:
             on_progress(int(count), what)
 
         run_worker(
-            WORKER, data, label=f"budget {budget.label!r}", on_progress=tell, timeout=SILENCE_LIMIT
+            "sparsek_backend.eval.runs",
+            data,
+            label=f"budget {budget.label!r}",
+            on_progress=tell,
+            timeout=SILENCE_LIMIT,
+            environment={} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus},
         )
         return key
+
+
+def work(data: Mapping[str, Any]) -> dict[str, Any]:
+    """In the worker: open the engine of one budget and score what its record lacks."""
+    from sparsek_backend.eval.local import LocalScorer, open_scoring_engine
+
+    row, record = data["run"], Path(data["record"])
+    place = Workplace(load_prompts(Path(data["prompts"])), Path(data["prompts"]), record)
+    longest = place.prompts.longest_request
+    engine = open_scoring_engine(
+        data["model"], settings=row["settings"], max_model_len=longest, **data["engine"]
+    )
+    report_progress("0 the engine is ready")
+    append_rows(record, [row])
+    begin = time.perf_counter()
+    try:
+        place.score(
+            LocalScorer(engine, _decoder(data["model"])).reply,
+            row["run"],
+            _BATCH_ON_GPU if torch.cuda.is_available() else _BATCH_ON_CPU,
+            lambda count, what: report_progress(f"{count} {what}"),
+        )
+        row["backend"] = backend_report(engine, row["settings"])
+        row["seconds"] = time.perf_counter() - begin
+        append_rows(record, [row])
+        return {}
+    finally:
+        close_engine(engine)
 
 
 def run_server(
@@ -123,20 +182,27 @@ def run_server(
     label, url = server_of(text)
     scorer = ServedScorer(url, served_model)
     key = run_key({"url": url, "label": label, "model": scorer.model})
-    missing = place.missing(key, on_progress)
-    row = {"kind": "run", "run": key, **_about(label, None, scorer.model, known=False)}
-    row["machine"] = asdict(describe_machine(choose_device(), place.commit))
-    append_rows(place.record, [row])
-    score(
-        scorer, missing, record=place.record, run=key, batch=_SERVER_BATCH, on_progress=on_progress
-    )
+    place.missing(key, on_progress)
+    append_rows(place.record, [_run_row(key, place, label, scorer.model)])
+    place.score(scorer.reply, key, _SERVER_BATCH, on_progress)
     return key
 
 
-def _about(
-    label: str, settings: Mapping[str, Any] | None, model: str, *, known: bool
+def _run_row(
+    key: str, place: Workplace, label: str, model: str, *, settings: Any = None, known: bool = False
 ) -> dict[str, Any]:
-    return {"label": label, "settings": settings, "known": known, "model": model}
+    """A run's line of the record; ``known`` says whether the settings are: a server's are not."""
+    about = {"label": label, "settings": settings, "known": known, "model": model}
+    machine = asdict(describe_machine(choose_device(), place.commit))
+    return {"kind": "run", "run": key, **about, "machine": machine}
+
+
+def _decoder(model: str) -> Any:
+    """Token ids to text, ``None`` where the model comes without a tokenizer."""
+    try:
+        return HubTokenizer(model).decode
+    except ValueError:
+        return None
 
 
 def _fingerprint(folder: Path) -> Sequence[object]:
@@ -147,3 +213,7 @@ def _fingerprint(folder: Path) -> Sequence[object]:
     config = folder / "config.json"
     content = config.read_bytes() if config.is_file() else b""
     return [hashlib.sha256(content).hexdigest()[:16], [(f.name, f.stat().st_size) for f in files]]
+
+
+if __name__ == "__main__":
+    serve_job(work)

@@ -1,58 +1,59 @@
-"""Scores of a reply: which expected answers it contains, and how likely the right one was."""
+"""Scores of a reply: what it contains, how likely the right one was, and what else was likely."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 from sparsek_backend.eval.prompt import Answer, Prompt, Tokens
+from sparsek_backend.eval.stats import pack
 from sparsek_backend.extras import needing
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A model's reply to a prompt, with the log-probabilities of the right answer."""
+    """A model's reply to a prompt, and what it finds likely along the prompt's target."""
 
     tokens: Tokens | None  # the greedy continuation, or ``None`` where only its text is known
     text: str | None  # the same as text, or ``None`` where there is no tokenizer
-    # log-probability of every token of the prompt's target, given those before it
-    target_logprobs: Sequence[float]
+    # for every token of the target, given those before it: log-probabilities of the likeliest
+    # tokens and of itself
+    likely: Sequence[Mapping[int, float]]
 
 
-@dataclass(frozen=True)
-class Score:
-    """Accuracy of a reply, and the NLL of the right answer."""
-
-    accuracy: float  # share of the expected answers that it contains, or RULER's metric
-    correct: bool  # whether that is all
-    nll: float  # mean negative log-likelihood of the right answer, nats per token
-
-
-def score_reply(prompt: Prompt, reply: Reply) -> Score:
+def score_reply(prompt: Prompt, reply: Reply) -> dict[str, Any]:
     """Score a greedy reply by what it contains, and the right answer by its likelihood.
 
     Text is compared where there is text, token ids elsewhere.  RULER's metrics are its authors'
     code; without text, token ids stand in for it.
 
+    Returns:
+        ``accuracy``: the share of the expected answers that it contains, or RULER's metric; of a
+        text, the share of its tokens that were the likeliest.  ``correct``: whether that is all.
+        ``nll``: mean negative log-likelihood of the right answer, nats per token.  ``likely``: what
+        was likely along it, by :func:`pack`.
+
     Raises:
         ImportError: a prompt asks for RULER's metric, and its package is not installed.
-        ValueError: the reply has neither, or other than one log-probability for a target's token.
+        ValueError: the reply has neither, or other than one entry for a token of the target.
     """
-    if len(reply.target_logprobs) != len(prompt.target):
+    if len(reply.likely) != len(prompt.target):
         raise ValueError(
-            f"target_logprobs: expected {len(prompt.target)}, one for each token of the target, "
-            f"got {len(reply.target_logprobs)}"
+            f"likely: expected {len(prompt.target)}, one for each token of the target, "
+            f"got {len(reply.likely)}"
         )
     accuracy = _accuracy(prompt, reply)
-    return Score(
-        accuracy=accuracy,
-        correct=accuracy == 1.0,
-        nll=-math.fsum(reply.target_logprobs) / len(prompt.target),
-    )
+    right = [place[token] for token, place in zip(prompt.target, reply.likely, strict=True)]
+    scores = {"accuracy": accuracy, "correct": accuracy == 1.0, "nll": -fmean(right)}
+    return scores | {"likely": pack(reply.likely)}
 
 
 def _accuracy(prompt: Prompt, reply: Reply) -> float:
+    if prompt.variant == "text":
+        places = zip(prompt.target, reply.likely, strict=True)
+        return sum(place[x] == max(place.values()) for x, place in places) / len(prompt.target)
     if prompt.metric and reply.text is not None:
         with needing("RULER's metric is in a package of its authors", extra="ruler"):
             from long_context_eval.eval.synthetic import constants

@@ -9,19 +9,23 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
 from typing import Any
 
-from sparsek_backend.eval.prompt import LONGEST_PIECE, Prompt, Tokens
+from sparsek_backend.eval.prompt import Prompt, Tokenizer, Tokens
 from sparsek_backend.eval.scoring import Reply
+from sparsek_backend.eval.stats import TOP
 
 _CONCURRENCY = 8
+_READ_AT_A_TIME = Semaphore(2)
+"""Prompts whose log-probabilities are on their way: of 128k tokens some hundred megabytes each."""
 
 
 class ServerError(RuntimeError):
     """The server is down, refused a request, or cannot do what the evaluation needs."""
 
 
-class ServedScorer:
+class ServedScorer(Tokenizer):
     """Scores through `/v1/completions` with `prompt_logprobs` and through `/tokenize`.
 
     Args:
@@ -33,6 +37,7 @@ class ServedScorer:
     """
 
     def __init__(self, base_url: str, model: str | None = None, timeout: float = 600.0) -> None:
+        super().__init__()
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ServerError(
@@ -40,7 +45,6 @@ class ServedScorer:
             )
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
-        self._known: dict[str, Tokens] = {}
         listed = [entry["id"] for entry in self._call("/v1/models", None).get("data", ())]
         if not listed:
             raise ServerError(
@@ -50,14 +54,9 @@ class ServedScorer:
             raise ServerError(f"model: expected one of {listed} at {base_url}, got {model!r}")
         self.model: str = model or listed[0]
 
-    def encode(self, text: str) -> Tokens:
-        """Token ids without special tokens."""
-        tokens = self._known.get(text)
-        if tokens is None:
-            tokens = self._tokenize(text, special=False)
-            if len(text) <= LONGEST_PIECE:
-                self._known[text] = tokens
-        return tokens
+    def read(self, text: str) -> Tokens:
+        """Token ids as the server finds them."""
+        return self._tokenize(text, special=False)
 
     def frame(self) -> tuple[Tokens, Tokens]:
         """The tokens that begin a text, and a line's end: completions have no chat template."""
@@ -69,31 +68,28 @@ class ServedScorer:
         body = {"model": self.model, "prompt": text, "add_special_tokens": special}
         return tuple(int(token) for token in self._call("/tokenize", body)["tokens"])
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first."""
-        entries = self._complete(tokens, 1, prompt_logprobs=0).get("prompt_logprobs")
-        if not entries or len(entries) != len(tokens):
-            raise ServerError(
-                f"{self._root}: the server returned no prompt_logprobs for {self.model!r}; the "
-                "evaluation needs a vLLM server whose model supports them"
-            )
-        return [
-            float(entry[str(token)]["logprob"])
-            for token, entry in zip(tokens[1:], entries[1:], strict=True)
-        ]
-
     def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
-        """Answer prompts greedily, and score their targets as ends of prompts.
+        """Answer prompts greedily, and read their targets as ends of prompts.
 
-        A server forces no tokens, so the targets' log-likelihoods come from its prefill.
+        A server forces no tokens, so what it finds likely along a target comes from its prefill.
         """
         with ThreadPoolExecutor(_CONCURRENCY) as pool:
             return list(pool.map(self._reply, prompts))
 
     def _reply(self, prompt: Prompt) -> Reply:
-        text = str(self._complete(prompt.ids, prompt.max_tokens)["text"])
-        logprobs = self.prompt_logprobs([*prompt.ids, *prompt.target])
-        return Reply(None, text, logprobs[-len(prompt.target) :])
+        asks = prompt.variant != "text"
+        text = str(self._complete(prompt.ids, prompt.max_tokens)["text"]) if asks else ""
+        tokens = [*prompt.ids, *prompt.target]
+        with _READ_AT_A_TIME:
+            read = self._complete(tokens, 1, prompt_logprobs=TOP).get("prompt_logprobs") or ()
+            size, read = len(read), read[-len(prompt.target) :]
+        if size != len(tokens):
+            raise ServerError(
+                f"{self._root}: the server returned no prompt_logprobs for {self.model!r}; the "
+                "evaluation needs a vLLM server whose model supports them"
+            )
+        likely = [{int(x): float(y["logprob"]) for x, y in place.items()} for place in read]
+        return Reply(None, text, likely)
 
     def _complete(self, tokens: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_tokens}

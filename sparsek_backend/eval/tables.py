@@ -12,7 +12,7 @@ from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
 
 
-def retrieval_tables(rows: Sequence[Row]) -> list[Table]:
+def result_tables(rows: Sequence[Row]) -> list[Table]:
     """For each length and variant: the budgets over all tasks, then task by task."""
     tables = []
     for length, variant in dict.fromkeys((row["length"], row["variant"]) for row in rows):
@@ -26,10 +26,9 @@ def retrieval_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _against_reference(rows: Sequence[Row], title: str) -> Table:
-    """Shares in per cent of the prefill's and the decode's keys; 95 % interval of the change."""
-    table = _table(
-        title, "budget", "attended", "accuracy", "of dense", "change", "-/+", "p", "added NLL"
-    )
+    """Shares in per cent of the prefill's and the decode's keys; intervals are in the CSV."""
+    names = ("attended", "accuracy", "of dense", "-/+", "p", "added NLL", "KL")
+    table = _table(title, "budget", *names)
     for row in rows:
         shares = (_show(row[f"{phase}_share"], ".0%") for phase in ("prefill", "decode"))
         table.add_row(
@@ -37,10 +36,10 @@ def _against_reference(rows: Sequence[Row], title: str) -> Table:
             "/".join(shares),
             f"{row['accuracy']:.3f}",
             _show(row.get("of_reference"), ".1%"),
-            _bounds(row, "delta_accuracy"),
             f"{row['lost']}/{row['gained']}" if "lost" in row else "-",
             _show(row.get("mcnemar_p"), ".2g"),
             _show(row.get("delta_nll"), "+.3f"),
+            _show(row.get("kl"), ".4f"),
         )
     return table
 
@@ -52,23 +51,6 @@ def _by_task(rows: Sequence[Row], title: str) -> Table:
         cells = {row["label"]: row for row in rows if row["task"] == task}
         shown = (_show(cells.get(label, {}).get("accuracy"), ".3f") for label in labels)
         table.add_row(task, *shown)
-    return table
-
-
-def perplexity_table(rows: Sequence[Row]) -> Table:
-    """The budgets over the texts."""
-    names = ("tokens", "attended", "ppl", "2nd half", "added NLL", "2nd half")
-    table = _table("perplexity of texts", "budget", *names)
-    for row in rows:
-        table.add_row(
-            row["label"],
-            str(row["length"]),
-            _show(row["prefill_share"], ".0%"),
-            f"{row['ppl']:.2f}",
-            f"{row['ppl_second_half']:.2f}",
-            f"{row['delta_nll']:+.4f}",
-            f"{row['delta_nll_second_half']:+.4f}",
-        )
     return table
 
 
@@ -99,12 +81,6 @@ def _table(title: str, first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right", overflow="fold", max_width=13)
     return table
-
-
-def _bounds(row: Row, name: str) -> str:
-    if name not in row:
-        return "-"
-    return f"{row[name + '_low']:+.2f}..{row[name + '_high']:+.2f}"
 
 
 def _show(value: float | None, digits: str) -> str:

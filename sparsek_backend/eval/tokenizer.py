@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsek_backend.eval.prompt import LONGEST_PIECE, Tokens
+from sparsek_backend.eval.prompt import Tokenizer, Tokens
 from sparsek_backend.extras import needing
+from sparsek_backend.models import check_model
 
 _USER = "\u2063user words\u2063"  # stands for the user's words in a rendered chat template
-_LARGEST_CACHE = 1 << 16
 
 
-class HubTokenizer:
+class HubTokenizer(Tokenizer):
     """Text to token ids, as the model's own tokenizer does it.
 
     Args:
@@ -24,6 +24,8 @@ class HubTokenizer:
     """
 
     def __init__(self, model: str, chat: bool | None = None) -> None:
+        super().__init__()
+        check_model(model)
         with needing("prompts need Transformers", extra="eval"):
             from transformers import AutoTokenizer
         try:
@@ -42,16 +44,10 @@ class HubTokenizer:
         if chat and not template:
             raise ValueError(f"chat: expected a tokenizer with a chat template, {model!r} has none")
         self.chat = bool(template) if chat is None else chat
-        self._known: dict[str, Tokens] = {}
 
-    def encode(self, text: str) -> Tokens:
-        """Token ids of a text, without special tokens; chat markers in it count as such."""
-        tokens = self._known.get(text)
-        if tokens is None:
-            tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-            if len(self._known) < _LARGEST_CACHE and len(text) <= LONGEST_PIECE:
-                self._known[text] = tokens
-        return tokens
+    def read(self, text: str) -> Tokens:
+        """Token ids as the tokenizer finds them."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def frame(self) -> tuple[Tokens, Tokens]:
         """Tokens before and after a user's words."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from sparsek_backend.command_line import fail, failing_on, grouped
 from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.cli import run_all, take_prompts
-from sparsek_backend.eval.options import EngineOptions, QuestionOptions
+from sparsek_backend.eval.options import EngineOptions, PromptOptions
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import worst_row
 from sparsek_backend.eval.runs import LocalModel, Workplace
@@ -72,7 +72,7 @@ def tune(
         list[int] | None, typer.Option(help=f"Blocks of 64 to try; by default {SIZES}. Repeatable.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts to ask.")] = None,
-    asked: QuestionOptions,
+    asked: PromptOptions,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("tune-results"),
 ) -> None:

@@ -35,10 +35,12 @@ def run_worker(
     label: str,
     on_progress: Callable[[str], None],
     timeout: float | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run one worker to its end.
 
     Args:
+        environment: variables that it has beside those of this process.
         timeout: seconds without any output after which the worker is ended; None waits for ever.
 
     Raises:
@@ -46,9 +48,11 @@ def run_worker(
     """
     package_root = Path(__file__).resolve().parents[2]
     paths = [str(package_root), str(package_root / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
+    variables = {
+        **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
+        **(environment or {}),
     }
     with tempfile.TemporaryDirectory(prefix="sparsek-worker-") as folder:
         job_path, result_path, log = (Path(folder, name) for name in ("job", "result", "log"))
@@ -60,7 +64,7 @@ def run_worker(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=variables,
             )
         try:
             lines, silent = _follow(process, log, on_progress, timeout)

@@ -170,7 +170,7 @@ def observe_model(
     """
     with _attending(model, _Observed(learners)), torch.no_grad():
         for ids in batches:
-            model(ids.to(model.device), use_cache=False)
+            model.base_model(ids.to(model.device), use_cache=False)  # without its head's logits
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sparsek_backend.command_line import failing_on
+from sparsek_backend.command_line import failing_on, token_option
 from sparsek_backend.machine import choose_device
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_backend.train_demo.task import SHORTEST, VALUES
@@ -40,14 +40,16 @@ def train_demo(
         Path, typer.Option(help="Folder for checkpoints, results and a picture.")
     ] = Path("train-demo"),
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each model.")] = 250,
-    max_length: Annotated[int, typer.Option(min=SHORTEST, help="Tokens at the end.")] = 512,
+    max_length: Annotated[int, token_option("Tokens at the end.", least=SHORTEST)] = 512,
     compressed_only: Annotated[
         float, typer.Option(min=0, max=0.9, help="Share of sequences with this branch alone.")
     ] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
-    models: Annotated[str, typer.Option(help="Which to train, comma-separated.")] = "nsa,dense",
+    model: Annotated[
+        list[str] | None, typer.Option(help="nsa or dense. Repeatable; by default both.")
+    ] = None,
     context_parallel: Annotated[
         int, typer.Option(min=1, help="Processes that share each sequence; torchrun's where it is.")
     ] = 1,
@@ -58,9 +60,11 @@ def train_demo(
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     with failing_on(ValueError, RuntimeError, OSError, ImportError):
         config = DemoConfig(steps, max_length, compressed_only, seed, save_every)
-        where, kinds = choose_device(device), models.split(",")
+        where, kinds = choose_device(device), model or ["nsa", "dense"]
         if not {"nsa", "dense"}.issuperset(kinds):
-            raise ValueError(f"models: expected nsa and dense, got {models!r}")
+            raise ValueError(f"--model: expected nsa or dense, got {', '.join(kinds)}")
+        if where.type == "cpu":  # threads that wait for another cost more than they compute here
+            torch.set_num_threads(1)
         mesh = _join(where)
         trainers = [Trainer(config, kind, out, where, mesh) for kind in kinds]
         for trainer in trainers:
@@ -84,7 +88,9 @@ def _launch(count: int, context: typer.Context) -> int:
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         if source is not None and source.name == "COMMANDLINE":
-            command += [parameter.opts[0], str(context.params[str(parameter.name)])]
+            value = context.params[str(parameter.name)]
+            for one in value if isinstance(value, list) else [value]:
+                command += [parameter.opts[0], str(one)]
     return subprocess.run(command, check=False).returncode
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsek_backend.nn.config import NSAConfig
+from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_kernels.paged.policy import StepPolicy
 
 Positions = npt.NDArray[np.int64]
@@ -33,7 +34,7 @@ def attended_by_requests(
     query_lens: Positions,
     num_decodes: int,
     prompt_left: Sequence[int] | None = None,
-) -> int:
+) -> Keys:
     """Return the keys that all new queries of a batch attend in one layer, for one head.
 
     Args:
@@ -46,20 +47,19 @@ def attended_by_requests(
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
     prefills = query_positions(seq_lens[cut:], query_lens[cut:])
     first = np.repeat((seq_lens - query_lens)[:cut], query_lens[:cut])
-    total = policy.decode.attended_tokens(decodes, first).sum()
-    total += prefill.attended_tokens(prefills).sum()
+    of_decodes = policy.decode.attended_tokens(decodes, first).sum()
+    of_prompts = prefill.attended_tokens(prefills).sum()
     if prefill.dense_last:
         left = np.array(prompt_left or (0,) * len(seq_lens), dtype=np.int64)
         begin, end = prefill.last_rows(query_lens[cut:], left[cut:])
         last = query_positions((seq_lens - query_lens)[cut:] + end, end - begin)
-        total += (last + 1 - prefill.attended_tokens(last)).sum()
+        of_prompts += (last + 1 - prefill.attended_tokens(last)).sum()
         if prompt_left is not None:
             begin, end = prefill.last_rows(query_lens[:cut], left[:cut])
             last = query_positions((seq_lens - query_lens)[:cut] + end, end - begin)
             first = np.repeat((seq_lens - query_lens)[:cut], end - begin)
-            total += (last + 1 - policy.decode.attended_tokens(last, first)).sum()
-    found: int = total.item()
-    return found
+            of_decodes += (last + 1 - policy.decode.attended_tokens(last, first)).sum()
+    return Keys(of_prompts.item(), of_decodes.item())
 
 
 def query_positions(seq_lens: Positions, query_lens: Positions) -> Positions:

@@ -288,8 +288,10 @@ def is_full_attention(spec: Any) -> bool:
     """Whether a KV cache spec keeps every token of a sequence, and K and V apart."""
     from vllm.v1 import kv_cache_interface as interface
 
-    return isinstance(spec, interface.FullAttentionSpec) and not isinstance(
-        spec, interface.MLAAttentionSpec
+    return (
+        isinstance(spec, interface.FullAttentionSpec)
+        and not isinstance(spec, interface.MLAAttentionSpec)
+        and getattr(spec, "tokens_per_state", 1) == 1
     )
 
 

@@ -35,8 +35,7 @@ class Engine:
     # rope cos and sin (:attr:`PagedBatch.rotation`), where blocks are scored without positions
     rotation: torch.Tensor | None = None
     selects_blocks: bool = False  # whether any layer selects blocks by score
-    # whether a natively sparse layer has run a prefill of the longest length, for vLLM to measure
-    # its memory
+    # whether layers have run what takes most memory, for vLLM to measure it
     dummy_run_done: bool = False
     # kinds of layers whose kernels have been compiled
     ready_kernels: set[Hashable] = field(default_factory=set)

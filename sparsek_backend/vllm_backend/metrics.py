@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsek_backend.config import FIELD_NAMES, SparsityConfig
+from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_kernels.fallback import fallback_counts
 
 LABELS = ("model_name", "engine")
@@ -36,16 +37,17 @@ class EngineMetrics:
 
     def record_step(
         self,
-        attended_tokens: int,
-        context_tokens: int,
+        attended: Keys,
+        context: Keys,
         selection_seconds: float = 0.0,
         attention_seconds: float = 0.0,
     ) -> None:
         """Count one step."""
         if not self._families:
             return
-        self._add("attended", attended_tokens)
-        self._add("context", context_tokens)
+        for phase in Keys._fields:
+            self._add("attended", getattr(attended, phase), phase=phase)
+            self._add("context", getattr(context, phase), phase=phase)
         self._add("selection_seconds", selection_seconds)
         self._add("attention_seconds", attention_seconds)
         for reason, count in fallback_counts().items():
@@ -65,10 +67,10 @@ def _families() -> dict[str, Any]:
         return {}
     return {
         "attended": Counter(
-            "sparsek_attended_tokens", "Keys attended, over queries and layers", LABELS
+            "sparsek_attended_tokens", "Keys attended, over queries and layers", (*LABELS, "phase")
         ),
         "context": Counter(
-            "sparsek_context_tokens", "Keys that dense attention would attend", LABELS
+            "sparsek_context_tokens", "Keys that dense attention would attend", (*LABELS, "phase")
         ),
         "selection_seconds": Counter(
             "sparsek_selection_seconds", "Time of sampled prefills to choose blocks", LABELS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from sparsek_backend.vllm_backend.keys import NO_KEYS, Keys
 from sparsek_kernels.fallback import fallback_counts
 
 LOG_INTERVAL = 10.0
@@ -15,23 +16,21 @@ LOG_INTERVAL = 10.0
 class EngineStats:
     """Totals over all layers and steps of this process."""
 
-    attended_tokens: int = 0  # keys attended, summed over queries and layers, not over heads
-    context_tokens: int = 0  # keys that dense attention would have attended
+    attended: Keys = NO_KEYS
+    context: Keys = NO_KEYS  # what dense attention would have attended
     steps: int = 0  # metadata built for real batches
     forward_calls: int = 0  # per-layer calls of the backend with a batch
     selection_seconds: float = 0.0  # of prefills timed since ``take_seconds``, to choose blocks
     attention_seconds: float = 0.0  # of the same prefills, to choose blocks and attend
     _last_log: float = field(default_factory=time.monotonic)
-    _logged: tuple[int, int] = (0, 0)
+    _logged: tuple[Keys, Keys] = (NO_KEYS, NO_KEYS)
 
     @property
     def attended_share(self) -> float:
         """Attended keys over context keys, 1.0 before the first step."""
-        return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
+        return sum(self.attended) / sum(self.context) if any(self.context) else 1.0
 
-    def record_step(
-        self, attended_tokens: int, context_tokens: int, *, log: bool = True
-    ) -> str | None:
+    def record_step(self, attended: Keys, context: Keys, *, log: bool = True) -> str | None:
         """Add one step; return a log line when one is due.
 
         Args:
@@ -39,22 +38,23 @@ class EngineStats:
                 one does.
         """
         self.steps += 1
-        self.attended_tokens += attended_tokens
-        self.context_tokens += context_tokens
+        self.attended = self.attended.plus(attended)
+        self.context = self.context.plus(context)
         now = time.monotonic()
         if not log or now - self._last_log < LOG_INTERVAL:
             return None
         self._last_log = now
-        attended = self.attended_tokens - self._logged[0]
-        context = self.context_tokens - self._logged[1]
-        self._logged = (self.attended_tokens, self.context_tokens)
-        if context == 0:
+        before, whole = self._logged
+        self._logged = (self.attended, self.context)
+        shares = self.attended.plus(before, -1).shares(self.context.plus(whole, -1))
+        if not shares:
             return None
-        fallbacks = sum(fallback_counts().values())
-        return (
-            f"SPARSEK attended {100 * attended / context:.1f} % of the context "
-            f"(since start {100 * self.attended_share:.1f} %), fallback calls: {fallbacks}"
+        since = self.attended.shares(self.context)
+        said = " and ".join(
+            f"{share:.1%} of the context in {phase} (since start {since[phase]:.1%})"
+            for phase, share in shares.items()
         )
+        return f"SPARSEK attended {said}, fallback calls: {sum(fallback_counts().values())}"
 
     def take_seconds(self) -> tuple[float, float]:
         """Return the time to choose blocks and the time to choose and attend; both start anew."""

@@ -21,6 +21,7 @@ from sparsek_kernels.paged.cpu.native import build
 
 from . import compat
 from .engine import engine_of
+from .keys import Keys
 from .metrics import EngineMetrics
 from .stats import STATS
 
@@ -105,13 +106,8 @@ class StepMetadata(AttentionMetadata):
 
     batch: PagedBatch  # the requests and their pages
     num_actual_tokens: int  # query tokens without padding
-    attended_tokens: int  # keys attended, summed over the step's queries and the group's layers
-    context_tokens: int  # keys that dense attention would attend
-
-    @property
-    def attended_share(self) -> float:
-        """Attended keys over context keys of this step, 1.0 for an empty one."""
-        return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
+    attended: Keys  # of the step's queries, summed over the group's layers
+    context: Keys  # what dense attention would attend
 
 
 class StepBuilder(AttentionMetadataBuilder[Any]):
@@ -146,7 +142,7 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
             fast_build: ignored.
         """
         metadata = self.assemble(common_attn_metadata)
-        counted = metadata.attended_tokens, metadata.context_tokens
+        counted = metadata.attended, metadata.context
         line = STATS.record_step(*counted, log=self.metrics is not None)
         if self.metrics is not None:
             self.metrics.record_step(*counted, *STATS.take_seconds())

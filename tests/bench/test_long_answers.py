@@ -33,12 +33,14 @@ def test_documents_have_their_length_and_differ(
         (tmp_path / f"{number}.txt").write_text(str(number) * 400)
     monkeypatch.setattr(long_answers, "fetch_texts", lambda: tmp_path)
     made = long_answers.make_documents(Letters(), [500, 1000], 3)
-    assert [len(ids) for _, ids in made.texts] == [500] * 3 + [1000] * 3
-    assert len({ids for _, ids in made.texts}) == 6
-    for (name, ids), question in zip(made.texts, long_answers.QUESTIONS[:3] * 2, strict=True):
-        assert name.split("/")[0] == str(len(ids))
-        assert (ids[0], ids[-1]) == (1, 2)
-        assert "".join(map(chr, ids[1:-1])).endswith("\n\n" + question)
+    assert [len(document.ids) for document in made.prompts] == [500] * 3 + [1000] * 3
+    assert len({document.digest for document in made.prompts}) == 6
+    for document, question in zip(made.prompts, long_answers.QUESTIONS[:3] * 2, strict=True):
+        assert document.fits
+        assert (document.ids[0], document.ids[-1]) == (1, 2)
+        assert "".join(map(chr, document.ids[1:-1])).endswith("\n\n" + question)
+    long_answers.save_prompts(tmp_path / "long.json.gz", made)
+    assert long_answers.load_prompts(tmp_path / "long.json.gz") == made
 
 
 def test_divergence_is_of_the_whole_distribution() -> None:

@@ -85,5 +85,20 @@ def test_model_fetch_fails_with_one_line(error: Exception, monkeypatch: pytest.M
 
     monkeypatch.setattr(models, "fetch_model", fail)
     result = runner.invoke(app, ["model", "fetch"])
-    assert result.exit_code == 1
+    assert result.exit_code == (2 if isinstance(error, ValueError) else 1)
     assert result.stderr.strip() == f"error: {error}"
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [("sparsek ev", "eval"), ("sparsek bench ker", "kernels"), ("sparsek tune --lo", "--loss")],
+)
+def test_every_command_is_completed(line: str, completed: str) -> None:
+    words = line.split()
+    asked = {
+        "_SPARSEK_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    result = runner.invoke(app, [], env=asked, prog_name="sparsek")
+    assert result.output.split() == [completed]

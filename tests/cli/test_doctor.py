@@ -72,11 +72,18 @@ def test_torch_missing_or_old(version: str | None, remedy: str, versions: Versio
     assert (finding.status, finding.remedy) == ("problem", remedy)
 
 
+def test_torch_that_is_too_new_is_told(versions: Versions) -> None:
+    versions["torch"] = "2.99.1"
+    finding = only(doctor.check_torch(), "torch")
+    assert finding.status == "warning"
+    assert "pip install" in finding.remedy
+
+
 def test_torch_says_which_kernels_run_here() -> None:
     import torch
 
     findings = list(doctor.check_torch())
-    assert [finding.subject for finding in findings] == ["torch", "device", "kernels"]
+    assert [finding.subject for finding in findings][:3] == ["torch", "device", "kernels"]
     expected = "Triton" if torch.cuda.is_available() else "torch path"
     assert findings[2].detail.startswith(expected)
 
@@ -93,6 +100,27 @@ def test_a_cpu_decodes_in_c_where_there_is_a_compiler(
     assert finding.status == "ok"
     assert finding.detail.startswith("torch path")
     assert expected in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "status"),
+    [
+        ("2.11.0+cu130", "3.6.0", "ok"),
+        ("2.11.1", "3.6.1", "ok"),  # the minor versions count
+        ("2.11.0", "3.7.0", "warning"),
+        ("2.99.0", "3.6.0", "warning"),
+    ],
+)
+def test_a_pair_that_nothing_ran_on_is_told(
+    torch: str, triton: str, status: str, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions |= {"torch": torch, "triton": triton}
+    monkeypatch.setattr(doctor.shutil, "which", lambda _name: "/usr/bin/gcc")
+    finding = only(doctor._check_gpu("H100", (9, 0)), "tested together")
+    assert finding.status == status
+    assert f"torch {torch} with Triton {triton}" in finding.detail
+    assert ("2.11 with 3.6" in finding.detail) == (status == "warning")
+    assert bool(finding.remedy) == (status == "warning")
 
 
 def test_an_old_gpu_is_a_problem() -> None:
@@ -247,10 +275,10 @@ def test_ranges_are_those_of_the_package_and_the_pages() -> None:
     root = Path(__file__).parents[2]
     project = (root / "pyproject.toml").read_text(encoding="utf-8")
     (_, least), (_, most) = doctor.PYTHON_RANGE
-    torch = ".".join(map(str, doctor.TORCH_MINIMUM))
+    (_, older), (_, newest) = doctor.TORCH_RANGE
     assert f'requires-python = ">=3.{least},<3.{most + 1}"' in project
-    assert f'"torch>={torch}"' in project
+    assert f'"torch>=2.{older},<2.{newest + 1}"' in project
     for page in ("README.md", "docs/start.md"):
         text = (root / page).read_text(encoding="utf-8")
         assert text.count(f"Python 3.{least} to 3.{most}") == text.count("Python 3.") == 2, page
-        assert f"torch {torch} or later" in text
+        assert f"torch 2.{older} to 2.{newest}" in text

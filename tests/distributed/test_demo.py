@@ -86,7 +86,7 @@ def test_a_killed_command_goes_on_with_another_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge_by_few(monkeypatch)
-    options = ("--models", "nsa", "--device", "cpu", "--max-length", "64")
+    options = ("--model", "nsa", "--device", "cpu", "--max-length", "64")
     runs = killed_and_resumed(tmp_path, *options, "--steps", "12", "--save-every", "4")
     assert runs["broken"]["resumed_at"] == 4
     assert runs["broken"]["losses"] == pytest.approx(runs["whole"]["losses"], abs=TOLERANCE)

@@ -84,7 +84,7 @@ def test_demo_of_two_gpus_has_the_losses_of_one(kind: str, tmp_path: Path) -> No
     """In bf16, and killed: one GPU goes on."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA GPUs")
-    options = ("--models", kind, "--device", "cuda", "--max-length", "1024")
+    options = ("--model", kind, "--device", "cuda", "--max-length", "1024")
     runs = killed_and_resumed(tmp_path, *options, "--steps", "30", "--save-every", "10")
     assert runs["broken"]["resumed_at"] > 0
     assert runs["broken"]["losses"] == pytest.approx(runs["whole"]["losses"], abs=0.05)

@@ -17,7 +17,8 @@ class Endpoint(BaseHTTPRequestHandler):
     logprobs = True
     models: object = {"data": [{"id": "served"}]}
     width = 1  # bytes of a token
-    answer = r"number of the \S+ is (\d+)\."  # what it finds in a prompt
+    # what it finds in a prompt, of which the last group is its answer
+    answer = r"(?s)number of the (\S+)\?.*number of the \1 is (\d+)\."
 
     def do_GET(self) -> None:
         self._send(self.models)
@@ -33,11 +34,13 @@ class Endpoint(BaseHTTPRequestHandler):
         if len(body["prompt"]) > 5000:
             self._send({"error": "too long for this model"}, 400)
             return
-        found = re.findall(self.answer, text_of(body["prompt"]))
-        choice: dict[str, Any] = {"text": f" {found[-1]}. ok" if found else " 12345. ok"}
+        found = re.search(self.answer, text_of(body["prompt"]))
+        said = found[found.re.groups] if found else "12345"
+        choice: dict[str, Any] = {"text": f" {said}. ok"}
         if "prompt_logprobs" in body and self.logprobs:
             tokens = body["prompt"]
-            choice["prompt_logprobs"] = [None] + [{str(t): {"logprob": -t}} for t in tokens[1:]]
+            found = [{str(t): {"logprob": -t}, "0": {"logprob": -0.1}} for t in tokens[1:]]
+            choice["prompt_logprobs"] = [None, *found]
         self._send({"choices": [choice]})
 
     def _send(self, answer: object, status: int = 200) -> None:

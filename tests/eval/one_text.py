@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from sparsek_backend.eval.filler import endless, make_pool
+from sparsek_backend.eval.filler import NAMES, draw_numbers, endless, make_pool
 from sparsek_backend.eval.prompt import Prompt, Tokenizer, Tokens, make_answer
-from sparsek_backend.eval.words import draw_names, draw_numbers
 
 HEAD = "Some access numbers are hidden in the text below. Remember them; you will be asked.\n"
 
@@ -27,7 +26,7 @@ def questions_of_one_text(
         question = tokenizer.encode(f"\n\nWhat is the access number of the {name}?")
         return question, after, tokenizer.encode(f"The access number of the {name} is")
 
-    names = draw_names(rng, 20 * count)
+    names = rng.sample(NAMES, 20 * count)
     sizes = {name: sum(map(len, asking(name))) for name in names}
     (size, _), *_ = Counter(sizes.values()).most_common()
     names = [name for name in names if sizes[name] == size][:count]
@@ -57,7 +56,6 @@ def questions_of_one_text(
                 answers=(make_answer(tokenizer, number),),
                 target=target,
                 max_tokens=len(target) + 4,
-                evidence=(),
             )
         )
     return prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ class WordTokenizer:
 
 
 class Reader:
-    """A model that knows the targets whose evidence lies among the latest `reach` tokens.
+    """A model that knows the targets whose answers stand among the latest `reach` tokens.
 
     Args:
         reach: tokens that it sees.
@@ -54,9 +55,6 @@ class Reader:
         self._calls_left = fails_after
         self.asked: list[str] = []
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        return [-1.0 if i < len(tokens) // 2 else -3.0 for i in range(1, len(tokens))]
-
     def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
         self._calls_left -= 1
         if self._calls_left < 0:
@@ -65,7 +63,15 @@ class Reader:
 
     def _reply(self, prompt: Prompt) -> Reply:
         self.asked.append(prompt.name)
-        seen = all(begin >= prompt.length - self._reach for begin, _ in prompt.evidence)
+        ids = prompt.ids[-self._reach :]
+        seen = all(any(_holds(ids, form) for form in x.tokens) for x in prompt.answers)
         tokens = prompt.target if seen else (1, 2)
-        text = self._tokenizer.decode(tokens) if self._has_text else None
-        return Reply(tokens, text, [-0.1 if seen else -5.0] * len(prompt.target))
+        said = self._tokenizer.decode(tokens) if self._has_text else None
+        share = 0.9 if seen else 0.01
+        likely = [{x: math.log(share), 0: math.log(1 - share)} for x in prompt.target]
+        return Reply(tokens, said, likely)
+
+
+def _holds(ids: Sequence[int], form: Tokens) -> bool:
+    places = (i for i, token in enumerate(ids) if token == form[0])
+    return any(tuple(ids[i : i + len(form)]) == form for i in places)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparsek_backend.eval.budgets import parse_budget
-from sparsek_backend.eval.options import DEFAULT_BUDGETS, BudgetOptions
+from sparsek_backend.eval.options import BudgetOptions, EngineOptions, arms_of
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 
@@ -52,7 +52,8 @@ def test_bad_budgets_name_what_is_wrong(text: str, message: str) -> None:
 
 
 def test_dense_comes_first_and_labels_are_distinct() -> None:
-    assert [x.label for x in BudgetOptions().parsed()] == ["dense", *DEFAULT_BUDGETS]
+    arms = arms_of("block_topk:16,decode_tokens=512")
+    assert [x.label for x in BudgetOptions().parsed()] == ["dense", *arms]
     assert [x.label for x in BudgetOptions(["window", "dense"]).parsed()] == ["dense", "window"]
     with pytest.raises(ValueError, match="given twice"):
         BudgetOptions(["window", "window"]).parsed()
@@ -71,10 +72,11 @@ def test_shares_are_what_the_backend_counts(text: str, length: int) -> None:
     budget = parse_budget(text)
     one, dense = np.array([length]), StepPolicy.of(SelectionPolicy())
     count = attended_by_requests(budget.policy(), one, one, 0)
-    assert budget.prefill_share(length) == count / attended_by_requests(dense, one, one, 0)
+    every = attended_by_requests(dense, one, one, 0)
+    assert budget.prefill_share(length) == count.prefill / every.prefill
     longer, single = one + 1, np.array([1])
     count = attended_by_requests(budget.policy(), longer, single, 1)
-    assert budget.decode_share(length) == count / (length + 1)
+    assert budget.decode_share(length) == count.decode / (length + 1)
 
 
 def test_shares_by_hand() -> None:
@@ -87,13 +89,53 @@ def test_shares_by_hand() -> None:
     assert parse_budget("block_topk:16").prefill_share(8192) < 0.5
 
 
-def test_a_picture_has_arms_of_equal_size() -> None:
-    arms = BudgetOptions(["window"], picture=True).parsed()[1:]
-    blocks, windows = arms[:4], arms[4:-1]
-    assert arms[-1].label == "window"
-    for block, window in zip(blocks, windows, strict=True):
-        shares = block.decode_share(16384), window.decode_share(16384)
-        assert shares[0] == pytest.approx(shares[1], rel=0.02)
+def test_arms_are_half_and_twice_a_budget_and_a_window_of_as_many_tokens() -> None:
+    labels = arms_of("block_topk:96")
+    assert labels == [
+        "block_topk:96",
+        "block_topk:48,decode_tokens=1024",
+        "block_topk:192,decode_tokens=4096",
+        "sink_window:6656,num_sink=64",
+    ]
+    chosen, half, twice, window = map(parse_budget, labels)
+    shares = [x.policy().prefill.attended_tokens(65535) for x in (half, chosen, twice, window)]
+    assert shares == [57 * 64, 105 * 64, 201 * 64, 6656 + 64]
+    given = BudgetOptions(["window"], arms="block_topk:8,query_tile=1")
+    assert [x.label for x in given.parsed()[1:]] == [
+        "block_topk:8,query_tile=1",
+        "block_topk:4,decode_tokens=1024,query_tile=1",
+        "block_topk:16,decode_tokens=4096,query_tile=1",
+        "sink_window:2624,num_sink=64",
+        "window",
+    ]
+    with pytest.raises(ValueError, match="arms: expected a block_topk budget, got 'window'"):
+        BudgetOptions(arms="window").parsed()
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "size", "groups"),
+    [
+        (None, 0, None, [None]),
+        (None, 4, None, ["0", "1", "2", "3"]),
+        (None, 5, 2, ["0,1", "2,3"]),
+        ("GPU-a,3", 9, None, ["GPU-a", "3"]),
+    ],
+)
+def test_every_engine_has_gpus_of_its_own(
+    visible: str | None,
+    count: int,
+    size: int | None,
+    groups: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert EngineOptions(tensor_parallel=size).gpus() == groups
+    if count:
+        with pytest.raises(ValueError, match="tensor-parallel: expected at most"):
+            EngineOptions(tensor_parallel=10).gpus()
 
 
 def test_mixed_phases_are_the_halves_of_a_budget() -> None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from sparsek_backend.eval.mass import (
-    PHASES,
-    Mass,
-    block_masses,
-    measure,
-    measure_model,
-    plot_masses,
-    write_masses,
-)
+from sparsek_backend.eval.mass import PHASES, block_masses, measure, measure_model, plot_masses
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash
 from sparsek_kernels.paged.index.vertical_slash.lists import block_lists, listed_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
@@ -129,29 +121,35 @@ def test_every_layer_of_a_model_is_measured(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     seen: list[int] = []
-    masses = measure_model(
+    rows = measure_model(
         str(tmp_path / "model"),
         [i % 99 for i in range(LENGTH)],
         lambda layer: StepPolicy(POLICY, RECORDS),
         on_layer=seen.append,
     )
     assert seen == [0, 1, 2]
-    assert [(m.layer, m.phase) for m in masses] == [(i, p) for i in range(3) for p in PHASES]
-    with write_masses(tmp_path / "m.csv", masses).open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 3 * 2 * KV_HEADS
-    assert all(float(row["caught"]) <= float(row["best"]) + 1e-5 for row in rows)
-    picture = plot_masses(tmp_path / "m.png", masses, "title")
+    assert [(row["layer"], row["phase"], row["kv_head"]) for row in rows] == [
+        (layer, phase, head) for layer in range(3) for phase in PHASES for head in range(KV_HEADS)
+    ]
+    assert all(0 < row["caught"] <= row["best"] + 1e-5 for row in rows)
+    picture = plot_masses(tmp_path / "m.png", rows, "title")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_has_the_title_that_it_is_given(
+def test_the_picture_has_the_titles_that_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from matplotlib.figure import Figure
+    from sparsek_backend.eval import mass
 
-    titles: list[str] = []
-    monkeypatch.setattr(Figure, "suptitle", lambda _, text, **options: titles.append(text))
-    shares = torch.tensor([0.5, 0.7])
-    plot_masses(tmp_path / "m.png", [Mass(p, 0, shares, shares, shares) for p in PHASES], "title")
-    assert titles == ["title"]
+    figures: list[Any] = []
+    monkeypatch.setattr(mass, "write_figure", lambda figure, path: figures.append(figure) or path)
+    rows = [
+        {"phase": p, "layer": 0, "kv_head": head, "caught": x, "best": 0.9, "attended": 0.25}
+        for p in PHASES
+        for head, x in enumerate((0.5, 0.7))
+    ]
+    plot_masses(tmp_path / "m.png", rows, "title")
+    assert figures[0].get_suptitle() == "title"
+    prefill, decode = figures[0].axes[:2]
+    assert prefill.images[0].get_array().tolist() == [[0.5, 0.7]]
+    assert decode.get_title() == "decode: 0.6000 of the attention\n0.9000 possible, 25.0% of keys"

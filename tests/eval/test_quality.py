@@ -12,7 +12,7 @@ from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.options import BudgetOptions, PromptOptions
 from sparsek_backend.eval.prompt_file import save_prompts
 from sparsek_backend.eval.record import read_rows
-from sparsek_backend.eval.results import collect_runs, perplexity_rows, retrieval_rows
+from sparsek_backend.eval.results import collect_runs, compare_runs
 from sparsek_backend.eval.runs import LocalModel, Workplace
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.models import fetch_model
@@ -38,12 +38,13 @@ def test_added_nll_stays_within_its_bars(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sparsek_backend.eval.runs.SILENCE_LIMIT", SECONDS)
     model = str(fetch_model())
     tokenizer = HubTokenizer(model)
-    options = PromptOptions(samples=0, texts=1, text_length=TEXT_LENGTH)
+    options = PromptOptions(task=["text"], samples=1, length=[TEXT_LENGTH])
     made = options.make(tokenizer, model)
-    ((_, text),) = made.texts
+    (text,) = made.prompts
+    begun = (*text.ids, *text.target)
     questions = [
         replace(prompt, max_tokens=1)  # what it says of itself has no bar
-        for prompt in questions_of_one_text(tokenizer, text, length=LENGTH, count=QUESTIONS)
+        for prompt in questions_of_one_text(tokenizer, begun, length=LENGTH, count=QUESTIONS)
     ]
     budgets = BudgetOptions(list(LIMITS)).parsed()
     local = LocalModel(model)
@@ -51,7 +52,7 @@ def test_added_nll_stays_within_its_bars(tmp_path: Path, monkeypatch: pytest.Mon
     def run(budget: Budget) -> str:
         """Score what has a bar: one engine for each budget, and one for dense attention."""
         asked = budget.settings is None or budget.label in ANSWERS
-        prompts = replace(made, prompts=questions if asked else [])
+        prompts = replace(made, prompts=[text, *(questions if asked else ())])
         prompts_file = tmp_path / f"{budget.label}.json"
         save_prompts(prompts_file, prompts)
         # a record of its own: two processes do not append to one file
@@ -64,11 +65,12 @@ def test_added_nll_stays_within_its_bars(tmp_path: Path, monkeypatch: pytest.Mon
     runs = collect_runs(rows, keys)
     for found in runs[1:]:
         assert "forward calls" in found.about["backend"]
-    added = {row["label"]: row["delta_nll_second_half"] for row in perplexity_rows(runs)[1:]}
-    assert added.keys() == LIMITS.keys()
+    rows = compare_runs(runs)
+    read = [row for row in rows if row["task"] == "text"]
+    added = {row["label"]: row["delta_nll"] for row in read[1:]}
     for label, (least, most) in LIMITS.items():
         assert least <= added[label] <= most, f"{label}: {added[label]:+.4f}"
-    dense, *sparse = retrieval_rows(runs)
+    dense, *sparse = (row for row in rows if row["task"] == "one_text")
     assert dense["nll"] < DENSE_NLL
     answers = {row["label"]: row for row in sparse}
     assert answers.keys() == ANSWERS.keys()

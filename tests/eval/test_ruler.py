@@ -96,7 +96,6 @@ def test_a_chat_has_one_turn_and_the_answer_begins_behind_it(tmp_path: Path) -> 
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = load_prompts(out)
-    assert not found.texts
     tokenizer, tasks = HubTokenizer(model), read_tasks()
     before, after = tokenizer.frame()
     assert [prompt.task for prompt in found.prompts] == ["vt", "cwe"]
@@ -114,13 +113,12 @@ def test_a_chat_has_one_turn_and_the_answer_begins_behind_it(tmp_path: Path) -> 
 def test_the_command_asks_servers(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Endpoint, "answer", r"VAR ([A-Z]{5}) = \d+")
+    monkeypatch.setattr(Endpoint, "answer", r"(?s).*VAR ([A-Z]{5}) = \d+")
     arguments = ["--suite", "ruler", "--task", "vt", "--length", "2048", "--samples", "2"]
     arguments += ["--base-url", f"a={url}", "--base-url", f"b={url}", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "quality.json").read_text())
-    assert not document["perplexity"]
     for row in document["retrieval"]:
         assert (row["task"], row["variant"], row["length"]) == ("vt", "plain", 2048)
         assert row["prompts"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,25 +13,23 @@ from typer.testing import CliRunner
 
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.cli import app
-from sparsek_backend.eval.job import pending, score
-from sparsek_backend.eval.plot import plot_accuracy
+from sparsek_backend.eval.prompt import make_text
 from sparsek_backend.eval.prompt_file import PromptSet
-from sparsek_backend.eval.record import append_rows, read_rows, run_key
+from sparsek_backend.eval.record import append_rows, pending, read_rows, run_key
 from sparsek_backend.eval.results import (
     MEAN,
     Run,
     collect_runs,
-    perplexity_rows,
+    compare_runs,
     read_results,
-    retrieval_rows,
     warnings_of,
-    write_results,
 )
-from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
+from sparsek_backend.eval.runs import Workplace
+from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tasks import make_prompts
 from tests.eval.readers import Reader, WordTokenizer
 
-TASKS = ("single", "records", "multi_value")
+TASKS = ("question_first", "records", "continuation")
 COUNT = 8
 
 
@@ -38,7 +37,7 @@ def prompt_set(tokenizer: WordTokenizer) -> PromptSet:
     made = make_prompts(
         tokenizer, tasks=TASKS, variants=("plain",), lengths=(1200,), count=COUNT, seed=0
     )
-    return PromptSet(list(made), [("speech", tuple(range(900)))])
+    return PromptSet([*made, make_text(0, tuple(range(900)))])
 
 
 def run(reader: Reader, prompts: PromptSet, record: Path, label: str, batch: int = 5) -> str:
@@ -47,14 +46,7 @@ def run(reader: Reader, prompts: PromptSet, record: Path, label: str, batch: int
     settings = parse_budget(label).settings
     about = {"label": label, "settings": settings, "known": True, "model": "m", "machine": {}}
     append_rows(record, [{"kind": "run", "run": key, **about}])
-    score(
-        reader,
-        pending(prompts, record, key),
-        record=record,
-        run=key,
-        batch=batch,
-        on_progress=lambda count, what: None,
-    )
+    Workplace(prompts, record, record).score(reader.reply, key, batch, lambda count, what: None)
     append_rows(record, [{"kind": "run", "run": key, **about, "seconds": 2.0}])
     return key
 
@@ -85,7 +77,6 @@ def test_an_interrupted_run_continues_where_its_record_ends(tmp_path: Path, torn
     assert sorted(first.asked + second.asked) == sorted(p.name for p in prompts.prompts)
     rows = [row for row in read_rows(record) if row["kind"] == "prompt"]
     assert [row["run"] for row in rows] == [key] * len(prompts.prompts)
-    assert sum(row["kind"] == "text" for row in read_rows(record)) == 1
     third = Reader(tokenizer)
     run(third, prompts, record, "dense")
     assert not third.asked
@@ -95,11 +86,12 @@ def test_other_settings_and_other_prompts_are_scored_anew(tmp_path: Path) -> Non
     tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
     prompts = prompt_set(tokenizer)
     key = run(Reader(tokenizer), prompts, record, "dense")
-    assert len(pending(prompts, record, run_key({"label": "other"})).prompts) == 3 * COUNT
+    asked = prompts.prompts
+    assert len(pending(asked, record, run_key({"label": "other"}))) == len(asked) == 3 * COUNT + 1
     changed = make_prompts(
         tokenizer, tasks=TASKS, variants=("plain",), lengths=(1200,), count=COUNT, seed=1
     )
-    assert len(pending(PromptSet(list(changed)), record, key).prompts) == 3 * COUNT
+    assert len(pending(changed, record, key)) == 3 * COUNT
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
@@ -112,19 +104,22 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 def test_runs_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     dense, window = two_runs(tmp_path / "r.jsonl")
-    rows = retrieval_rows([dense, window])
-    assert [row["task"] for row in rows] == [MEAN, *TASKS] * 2
+    rows = compare_runs([dense, window])
+    assert [row["task"] for row in rows] == [MEAN, *TASKS, "text"] * 2
     cells = {(row["label"], row["task"]): row for row in rows}
     assert cells["dense", MEAN]["accuracy"] == 1.0
     assert "delta_accuracy" not in cells["dense", MEAN]
-    single = cells["sink_window:600", "single"]
+    single = cells["sink_window:600", "question_first"]
     missed = round(COUNT * (1 - single["accuracy"]))
     assert 0 < missed < COUNT
     assert (single["lost"], single["gained"]) == (missed, 0)
     assert single["mcnemar_p"] == pytest.approx(min(2 * 0.5**missed, 1.0))
     assert single["delta_accuracy"] == pytest.approx(-missed / COUNT)
     assert single["delta_accuracy_low"] <= single["delta_accuracy"] <= 0
-    assert single["delta_nll"] == pytest.approx(4.9 * missed / COUNT)
+    assert single["delta_nll"] == pytest.approx(math.log(90) * missed / COUNT)
+    kl = 0.9 * math.log(90) + 0.1 * math.log(0.1 / 0.99)
+    assert single["kl"] == pytest.approx(kl * missed / COUNT)
+    assert single["kl_low"] < single["kl"] < single["kl_high"]
     assert single["of_reference"] == pytest.approx(1 - missed / COUNT)
     mean = cells["sink_window:600", MEAN]
     assert mean["prompts"] == 3 * COUNT
@@ -142,29 +137,21 @@ def test_only_prompts_that_both_runs_scored_are_compared(tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         run(Reader(tokenizer, fails_after=1), prompts, record, "window:100")
     keys.append(run_key({"label": "window:100"}))
-    rows = retrieval_rows(collect_runs(read_rows(record), keys))
+    rows = compare_runs(collect_runs(read_rows(record), keys))
     assert [(row["label"], row["prompts"]) for row in rows][-1] == ("window:100", 5)
-    assert any("5 of 8 prompts were scored" in warning for warning in warnings_of(rows))
+    place = "question_first, plain, 1200 tokens"
+    assert f"window:100, {place}: 5 of 8 prompts were scored" in warnings_of(rows)
 
 
 def test_a_task_that_a_run_did_not_reach_is_warned_of(tmp_path: Path) -> None:
     dense, window = two_runs(tmp_path / "r.jsonl")
-    unfinished = replace(window, rows=[row for row in window.rows if row.get("task") == "single"])
-    rows = retrieval_rows([dense, unfinished])
+    unfinished = replace(
+        window, rows=[row for row in window.rows if row["task"] in ("question_first", "text")]
+    )
+    rows = compare_runs([dense, unfinished])
     assert warnings_of(rows) == [
         f"sink_window:600, {task}, plain, 1200 tokens: no prompt was scored"
-        for task in ("records", "multi_value")
-    ]
-
-
-def test_texts_of_several_lengths_are_not_mixed(tmp_path: Path) -> None:
-    tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
-    for length in (900, 400):
-        run(Reader(tokenizer), PromptSet([], [("speech", tuple(range(length)))]), record, "dense")
-    rows = perplexity_rows(collect_runs(read_rows(record)))
-    assert [(row["label"], row["length"], row["texts"]) for row in rows] == [
-        ("dense", 400, 1),
-        ("dense", 900, 1),
+        for task in ("records", "continuation")
     ]
 
 
@@ -200,15 +187,15 @@ def test_what_is_no_record_is_refused_in_one_line(
 
 
 def test_a_result_without_what_is_drawn_is_refused(tmp_path: Path) -> None:
-    cell = {"variant": "plain", "length": 1, "label": "dense", "task": "single"}
+    cell = {"variant": "plain", "length": 1, "label": "dense", "task": "question_first"}
     path = tmp_path / "r.json"
     path.write_text(json.dumps({"model": "m", "retrieval": [cell]}))
-    with pytest.raises(ValueError, match="a row lacks prefill_share"):
+    with pytest.raises(ValueError, match="KeyError: 'accuracy'"):
         read_results([path])
 
 
 def test_a_budget_that_attends_everything_is_warned_of() -> None:
-    row = {"label": "block_topk:32", "length": 2000, "delta_nll": 0.0}
+    row = {"label": "block_topk:32", "task": MEAN, "length": 2000, "delta_nll": 0.0}
     whole = {**row, "prefill_share": 1.0, "decode_share": 1.0}
     (warning,) = warnings_of([whole, whole])
     assert "block_topk:32 attends 100 % of 2000 tokens" in warning
@@ -223,24 +210,22 @@ def test_results_are_written_and_read_from_the_record_alone(tmp_path: Path) -> N
     again = collect_runs(read_rows(tmp_path / "r.jsonl"))
     assert [one.label for one in again] == ["dense", "sink_window:600"]
     assert again[0].about["seconds"] == 2.0
-    assert retrieval_rows(again) == retrieval_rows(runs)
-    table, texts, full = write_results(tmp_path / "out", "q", runs, {"model": "m"})
-    with table.open(newline="") as file:
+    assert compare_runs(again) == compare_runs(runs)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "r.jsonl")])
+    assert done.exit_code == 0, done.output
+    full = tmp_path / "r.json"
+    with (tmp_path / "r.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["label"] for row in rows] == ["dense"] * 4 + ["sink_window:600"] * 4
-    assert float(rows[4]["delta_nll"]) > 0
-    with texts.open(newline="") as file:
-        dense, window = csv.DictReader(file)
-    assert dense["delta_nll"] == window["delta_nll"] == "0"
+    assert [row["label"] for row in rows] == ["dense"] * 5 + ["sink_window:600"] * 5
+    assert float(rows[5]["delta_nll"]) > 0
+    assert (rows[9]["task"], rows[9]["delta_nll"], rows[9]["kl"]) == ("text", "0", "0")
     document = json.loads(full.read_text())
     assert [one["label"] for one in document["runs"]] == ["dense", "sink_window:600"]
-    assert document["retrieval"] == retrieval_rows(runs)
-    assert read_results([full, full]) == ("m", document["retrieval"])
+    assert document["retrieval"] == compare_runs(runs)
+    assert read_results([full, full]) == {"m": document["retrieval"]}
     with pytest.raises(ValueError, match=r"r\.jsonl: expected the JSON of"):
         read_results([full, tmp_path / "r.jsonl"])
-    picture = plot_accuracy(retrieval_rows(runs), tmp_path / "q.png", "m")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert [table.row_count for table in retrieval_tables(retrieval_rows(runs))] == [2, 3]
-    assert perplexity_table(perplexity_rows(runs)).row_count == 2
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert [table.row_count for table in result_tables(compare_runs(runs))] == [2, 3, 2]
     with pytest.raises(ValueError, match="expected runs"):
         collect_runs([])

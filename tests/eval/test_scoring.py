@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sparsek_backend.eval.perplexity import pick_texts, read_texts, score_text
-from sparsek_backend.eval.prompt import Answer, Prompt
-from sparsek_backend.eval.scoring import Reply, Score, score_reply
-from sparsek_backend.eval.stats import mcnemar, mean_interval
-from tests.eval.readers import WordTokenizer
+from sparsek_backend.eval.prompt import Answer, Prompt, make_text
+from sparsek_backend.eval.scoring import Reply, score_reply
+from sparsek_backend.eval.stats import divergence, mcnemar, mean_interval, pack
 
-TEXTS = [(f"text-{i}", "lorem ipsum dolor sit amet. " * 40 * (i + 1)) for i in range(6)]
 PROMPT = Prompt(
-    task="multi_value",
+    task="records",
     variant="plain",
     length=2,
     index=0,
@@ -23,9 +23,8 @@ PROMPT = Prompt(
     answers=(Answer("12", ((7, 1, 2), (1, 2))), Answer("34", ((7, 3, 4), (3, 4)))),
     target=(7, 1, 2, 9, 7, 3, 4),
     max_tokens=12,
-    evidence=(),
 )
-LOGPROBS = [-0.5] * 6 + [-4.0]
+LIKELY = [{token: -0.5} for token in PROMPT.target[:6]] + [{4: -4.0, 5: -0.1}]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +42,13 @@ LOGPROBS = [-0.5] * 6 + [-4.0]
 def test_a_reply_is_scored_by_what_it_contains(
     tokens: tuple[int, ...] | None, text: str | None, accuracy: float
 ) -> None:
-    score = score_reply(PROMPT, Reply(tokens, text, LOGPROBS))
-    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0))
+    score = score_reply(PROMPT, Reply(tokens, text, LIKELY))
+    assert score == {
+        "accuracy": accuracy,
+        "correct": accuracy == 1.0,
+        "nll": pytest.approx(1.0),
+        "likely": pack(LIKELY),
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,37 +68,31 @@ def test_rulers_metrics_score_a_reply(
 ) -> None:
     answers = (Answer("ab", ((1, 2),)), Answer("CD", ((3, 4),)))
     prompt = replace(PROMPT, answers=answers, metric=metric)
-    score = score_reply(prompt, Reply(tokens, text, LOGPROBS))
-    assert score == Score(accuracy, accuracy == 1.0, pytest.approx(1.0))
+    score = score_reply(prompt, Reply(tokens, text, LIKELY))
+    assert score == {
+        "accuracy": accuracy,
+        "correct": accuracy == 1.0,
+        "nll": pytest.approx(1.0),
+        "likely": pack(LIKELY),
+    }
 
 
 def test_a_reply_without_its_logprobs_or_words_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 7, one for each token"):
-        score_reply(PROMPT, Reply((1,), None, LOGPROBS[1:]))
+        score_reply(PROMPT, Reply((1,), None, LIKELY[1:]))
     with pytest.raises(ValueError, match="expected text or tokens"):
-        score_reply(PROMPT, Reply(None, None, LOGPROBS))
+        score_reply(PROMPT, Reply(None, None, LIKELY))
 
 
-def test_perplexity_reports_the_second_half_apart() -> None:
-    logprobs = [-1.0 if i < 500 else -3.0 for i in range(1, 1000)]
-    found = score_text(logprobs)
-    assert found["nll_second_half"] == pytest.approx(3.0)
-    assert found["nll"] == pytest.approx((499 * 1.0 + 500 * 3.0) / 999)
-
-
-def test_texts_are_spread_and_too_short_ones_refused(tmp_path: Path) -> None:
-    tokenizer = WordTokenizer()
-    picked = pick_texts(TEXTS, tokenizer, length=300, count=3)
-    assert [len(tokens) for _, tokens in picked] == [300] * 3
-    with pytest.raises(ValueError, match=r"2 texts of at least 100000 tokens, found 0 among 6"):
-        pick_texts(TEXTS, tokenizer, length=100_000, count=2)
-    with pytest.raises(ValueError, match=r"found 1 \(the longest has 1441\)"):
-        pick_texts(TEXTS, tokenizer, length=1400, count=2)
-    with pytest.raises(ValueError, match=r"folder with \.txt files"):
-        read_texts(tmp_path)
-    (tmp_path / "b.txt").write_text("two")
-    (tmp_path / "a.txt").write_text("one")
-    assert read_texts(tmp_path) == [("a", "one"), ("b", "two")]
+def test_a_text_is_read_in_its_second_half() -> None:
+    text = make_text(3, tuple(range(10, 19)))
+    assert (text.ids, text.target) == ([10, 11, 12, 13], (14, 15, 16, 17, 18))
+    assert text.name == "text/text/9/3"
+    assert text.fits
+    likely = [{token: -3.0 if token < 16 else -1.0, 5: -2.0} for token in text.target]
+    score = score_reply(text, Reply((), None, likely))
+    assert (score["accuracy"], score["correct"]) == (0.6, False)
+    assert score["nll"] == pytest.approx((2 * 3.0 + 3 * 1.0) / 5)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_mcnemars_exact_test(both: int, lost: int, gained: int, neither: int, p:
 
 
 def test_mcnemar_needs_pairs() -> None:
-    with pytest.raises(ValueError, match="other: expected 1 prompts"):
+    with pytest.raises(ValueError, match="longer"):
         mcnemar([True], [True, False])
 
 
@@ -135,3 +133,42 @@ def test_bootstrap_intervals() -> None:
 
 def test_a_task_with_one_score_is_as_it_is_in_every_draw() -> None:
     assert mean_interval([[0.0, 1.0], [1.0]]) == (0.75, 0.5, 1.0)
+
+
+def places(*rows: dict[int, float]) -> str:
+    """Packed from probabilities."""
+    return pack([{token: math.log(share) for token, share in row.items()} for row in rows])
+
+
+def test_divergence_by_hand() -> None:
+    """Tokens that both list count by themselves, all others together."""
+    old = places({1: 0.5, 2: 0.25}, {1: 0.5, 3: 0.5}, {7: 0.9})
+    new = places({1: 0.25, 2: 0.5}, {1: 0.25, 4: 0.5}, {8: 0.9})
+    known = 0.5 * math.log(0.5 / 0.25) + 0.25 * math.log(0.25 / 0.5)
+    same_rest = 0.25 * math.log(0.25 / 0.25)
+    other_rest = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    found = divergence(old, new)
+    assert found.tolist() == pytest.approx([known + same_rest, other_rest, 0.0], abs=1e-6)
+    assert divergence(old, old).tolist() == [0.0] * 3
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 1 << 30), spread=st.floats(0.1, 6.0))
+def test_divergence_is_a_lower_bound(seed: int, spread: float) -> None:
+    random = np.random.default_rng(seed)
+    logits = spread * random.standard_normal((2, 5, 200))
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    old, new = (pack([dict(enumerate(row)) for row in rows]) for rows in logprobs)
+    whole = (np.exp(logprobs[0]) * (logprobs[0] - logprobs[1])).sum(-1)
+    found = divergence(old, new)
+    assert (found >= -1e-6).all()
+    assert (found <= whole + 1e-4).all()
+
+
+@pytest.mark.parametrize(("count", "kept"), [(512, 512), (513, 257), (2048, 512), (5000, 500)])
+def test_long_answers_keep_some_places(count: int, kept: int) -> None:
+    every = [{1: math.log(0.1 + 0.8 * place / count)} for place in range(count)]
+    found = divergence(pack(every), pack([{1: math.log(0.25)}] * count))
+    assert len(found) == kept
+    assert found[-1] > found[len(found) // 2]
+    assert pack([]) == ""

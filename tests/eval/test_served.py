@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsek_backend.eval.cli import app
-from sparsek_backend.eval.prompt import Prompt
+from sparsek_backend.eval.prompt import Prompt, make_text
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.served import ServedScorer, ServerError
 from tests.eval.endpoint import Endpoint, serving
@@ -28,9 +28,10 @@ def test_a_server_is_scored_through_its_api(url: str) -> None:
     assert scorer.model == "served"
     assert scorer.encode("ab") == (97, 98)
     assert scorer.frame() == ((1,), (10,))
-    assert scorer.prompt_logprobs([5, 6, 7]) == [-6.0, -7.0]
-    prompt = Prompt("single", "plain", 2, 0, ((1, 2),), (), (3, 4), 4, ())
-    assert scorer.reply([prompt] * 3) == [Reply(None, " 12345. ok", [-3.0, -4.0])] * 3
+    prompt = Prompt("single", "plain", 2, 0, ((1, 2),), (), (3, 4), 4)
+    likely = [{3: -3.0, 0: -0.1}, {4: -4.0, 0: -0.1}]
+    assert scorer.reply([prompt] * 3) == [Reply(None, " 12345. ok", likely)] * 3
+    assert scorer.reply([make_text(0, (1, 2, 3, 4))]) == [Reply(None, "", likely)]
 
 
 def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,10 +42,10 @@ def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ServerError, match="expected one of"):
         ServedScorer(url, "other")
     with pytest.raises(ServerError, match="status 400"):
-        ServedScorer(url).prompt_logprobs([0] * 6000)
+        ServedScorer(url).reply([make_text(0, (0,) * 6000)])
     monkeypatch.setattr(Endpoint, "logprobs", False)
     with pytest.raises(ServerError, match="no prompt_logprobs"):
-        ServedScorer(url).prompt_logprobs([1, 2])
+        ServedScorer(url).reply([make_text(0, (1, 2))])
     monkeypatch.setattr(Endpoint, "models", {"error": "not here"})
     with pytest.raises(ServerError, match="lists no model"):
         ServedScorer(url)
@@ -59,19 +60,21 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     for index in range(3):
         (folder / f"{index}.txt").write_text("some words of text. " * 100)
     arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}"]
-    arguments += ["--texts-folder", str(folder), "--texts", "2", "--text-length", "500"]
-    arguments += ["--task", "single", "--task", "multi_key", "--length", "2500"]
+    arguments += ["--texts-folder", str(folder), "--samples", "2", "--length", "2500"]
+    arguments += ["--task", "question_first", "--task", "records", "--task", "text"]
     arguments += ["--out", str(tmp_path / "out"), "--commit", "abc1234"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert [run["label"] for run in document["runs"]] == ["dense", "sparse"]
-    assert document["perplexity"][1]["delta_nll"] == 0.0
     assert document["machine"]["commit"] == "abc1234"
     cells = {(r["label"], r["task"], r["variant"]): r for r in document["retrieval"]}
-    assert cells["dense", "single", "plain"]["accuracy"] == 1.0
-    assert cells["sparse", "multi_key", "followed"]["prefill_share"] is None
+    assert cells["dense", "question_first", "plain"]["accuracy"] == 1.0
+    assert cells["sparse", "records", "followed"]["prefill_share"] is None
     assert cells["sparse", "mean", "plain"]["delta_accuracy"] == 0.0
+    assert cells["sparse", "mean", "plain"]["kl"] == 0.0
+    assert cells["sparse", "text", "text"]["delta_nll"] == 0.0
+    assert cells["dense", "text", "text"]["prompts"] == 2
     assert (tmp_path / "out" / "quality.png").is_file()
     record = tmp_path / "out" / "quality.jsonl"
     scored = [line for line in record.read_text().splitlines() if '"kind": "run"' not in line]
@@ -105,11 +108,11 @@ URL = "http://127.0.0.1:1/v1"
         (["--served-model", "x"], "with --base-url only"),
         (["--budget", "blocks"], "expected dense"),
         (["--out", __file__], "File exists"),
-        (["--texts", "0", "--samples", "0"], "nothing to measure"),
-        (["--task", "passkey"], "expected one of single"),
-        (["--task", "single", "--task", "single"], "given twice"),
-        (["--suite", "longbench"], "suite: expected ruler"),
-        (["--suite", "ruler", "--task", "single"], "expected one of niah_single_1, "),
+        (["--samples", "0"], "--samples"),
+        (["--task", "passkey"], "expected one of question_first"),
+        (["--task", "records", "--task", "records"], "given twice"),
+        (["--suite", "longbench"], "suite: expected one of ruler, got"),
+        (["--suite", "ruler", "--task", "records"], "expected one of niah_single_1, "),
         (["--suite", "ruler", "--variant", "plain"], "drop --variant"),
         (["--variant", "late"], "expected one of plain, followed"),
         (["--prompts", "absent.json", "--seed", "1"], "drop --seed, --texts-folder"),
@@ -122,7 +125,7 @@ def test_bad_arguments_exit_2_with_one_message(
     (tmp_path / "a.txt").write_text("words " * 1000)
     given = ["--texts-folder", str(tmp_path), "--out", str(tmp_path / "out"), *arguments]
     result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2
+    assert result.exit_code == (1 if message == "no OpenAI server answers" else 2)
     assert message in " ".join(result.output.split())
 
 

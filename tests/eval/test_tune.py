@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from sparsek_backend.eval import tune
 from sparsek_backend.eval.budgets import Budget, parse_budget
-from sparsek_backend.eval.job import score
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.record import append_rows, run_key
 from sparsek_backend.eval.results import worst_row
@@ -72,20 +71,19 @@ class Arithmetic:
         key = run_key({"label": budget.label})
         about = {"label": budget.label, "settings": budget.settings, "known": True}
         append_rows(place.record, [{"kind": "run", "run": key, **about, "machine": {}}])
-        score(
-            Reader(WordTokenizer(), reach=10 if loses else 1 << 20),
-            place.prompts,
-            record=place.record,
-            run=key,
-            batch=8,
-            on_progress=lambda count, what: None,
-        )
+        reader = Reader(WordTokenizer(), reach=10 if loses else 1 << 20)
+        place.score(reader.reply, key, 8, lambda count, what: None)
         return key
 
 
 def prompts_of(length: int, count: int) -> PromptSet:
     made = make_prompts(
-        WordTokenizer(), tasks=["single"], variants=["plain"], lengths=[length], count=count, seed=0
+        WordTokenizer(),
+        tasks=["records"],
+        variants=["plain"],
+        lengths=[length],
+        count=count,
+        seed=0,
     )
     return PromptSet(list(made))
 
@@ -115,7 +113,7 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
     done = CliRunner().invoke(tune.app, ["model", "--prompts", str(single)])
     assert done.exit_code == 2
     assert "at least 2 prompts" in " ".join(done.output.split())
-    for ignored in (["--task", "single"], ["--texts", "4"]):
+    for ignored in (["--task", "records"], ["--seed", "4"]):
         done = CliRunner().invoke(tune.app, [*command, *ignored])
         assert done.exit_code == 2
         assert ignored[0] in done.output
@@ -129,10 +127,8 @@ def test_the_length_that_loses_most_counts(tmp_path: Path) -> None:
         keys.append(run_key({"label": label}))
         about = {"label": label, "settings": parse_budget(label).settings, "known": True}
         append_rows(record, [{"kind": "run", "run": keys[-1], **about}])
-        score(
-            Reader(WordTokenizer(), reach), asked, record=record, run=keys[-1], batch=8,
-            on_progress=lambda count, what: None,
-        )  # fmt: skip
+        reader = Reader(WordTokenizer(), reach)
+        Workplace(asked, record, record).score(reader.reply, keys[-1], 8, lambda count, what: None)
     worst = worst_row(record, asked.prompts, *keys)
     assert (worst["length"], worst["label"]) == (6000, "window:500")
     few = worst_row(record, prompts_of(3000, 4).prompts, *keys)  # the rest is an earlier search's

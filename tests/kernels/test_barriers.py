@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,15 @@ def test_text_without_allocations_is_refused() -> None:
         short_lived_barriers("ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64>")
 
 
-def test_kernels_name_the_barrier_of_threads_as_the_installed_triton_does() -> None:
-    """Triton 3.7 renamed it: kernels take it from one place, which knows both names."""
-    place = "common/kernels/barrier_sm90.py"
+def test_kernels_take_names_that_versions_of_triton_differ_in_from_one_place() -> None:
+    place = "common/kernels/gluon_names.py"
+    differing = re.compile(
+        r"gl\.(thread_)?barrier\b|\.async_copy_\w+_to_|\b(tma|async_copy)\.async_|\._?reinterpret\b"
+    )
     root = Path(sparsek_kernels.__file__).parent
     users = [
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
-        if "gl.thread_barrier" in (text := path.read_text(encoding="utf-8")) or "gl.barrier" in text
+        if differing.search(path.read_text(encoding="utf-8"))
     ]
     assert users == [place]

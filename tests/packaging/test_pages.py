@@ -110,3 +110,25 @@ def test_every_picture_is_on_a_page() -> None:
     shown = set(re.findall(r"!\[[^\]]*\]\((?:.*/)?([^)/]+\.png)\)", text))
     kept = [*(ROOT / "docs").glob("*.png"), *(ROOT / "benchmarks" / "results").glob("*.png")]
     assert {path.name for path in kept} == shown
+
+
+def test_every_result_file_is_listed() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    names = [
+        name
+        for code in re.findall(
+            r"`([\w.{},]+\.[\w{},]+)`", page.partition("## Committed results")[2]
+        )
+        for name in spelled_out(code)
+    ]
+    kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert kept == set(names) - {name for name in names if name.endswith(".yaml")}
+
+
+def spelled_out(name: str) -> list[str]:
+    """The names that ``a_{b,c}.csv`` stands for."""
+    before, brace, rest = name.partition("{")
+    if not brace:
+        return [name]
+    choices, _, after = rest.partition("}")
+    return [one for choice in choices.split(",") for one in spelled_out(before + choice + after)]

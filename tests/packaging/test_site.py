@@ -35,7 +35,8 @@ def test_a_table_is_made_where_none_was() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    site = yaml.safe_load(text.replace("!ENV ", ""))  # a tag of mkdocs: a variable, or a default
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     notebooks = {f"notebooks/{notebook.stem}.md" for notebook in NOTEBOOKS}
     listed = [page for page in _leaves(site["nav"])]
@@ -54,6 +55,17 @@ def test_the_reference_has_every_public_name() -> None:
                 module = ".".join(file.parent.relative_to(base).parts)
                 missing = set(TABLES["public_names"](module)) - names
                 assert not missing, f"{module}: {missing}, {source[:80]}"
+
+
+def test_the_example_calls_every_public_function_of_the_kernels() -> None:
+    page = (DOCS / "api" / "kernels.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for name in TABLES["public_names"]("sparsek_kernels"):
+        assert f"sk.{name}(" in code
+    found: dict[str, Any] = {}
+    exec(compile(code, "docs/api/kernels.md", "exec"), found)
+    assert found["out"].shape == (1, 8, 64)
+    assert found["selected"].shape == found["compressed"].shape == (1, 512, 8, 64)
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,16 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "patterns.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
 
 
-IDS = ["learn and attend", "training", "graphs", "xformers"]
+IDS = ["learn and attend", "training", "graphs"]
 NEEDS = {
     "learn and attend": ("safetensors", "matplotlib"),
     "training": (),
     "graphs": ("scipy", "networkx"),
-    "xformers": ("xformers",),
 }
 
 
 def test_the_document_has_the_examples() -> None:
-    marks = ("learn_pattern(", "PatternScheduler(", "GraphAttention(", "xformers")
+    marks = ("learn_pattern(", "PatternScheduler(", "GraphAttention(")
     assert len(EXAMPLES) == len(marks)
     assert all(mark in code for mark, code in zip(marks, EXAMPLES, strict=True))
 

@@ -134,16 +134,27 @@ def test_a_file_that_is_no_checkpoint_is_named(content: bytes | None, tmp_path: 
     assert "nsa.pt: expected a checkpoint of this command" in " ".join(done.output.split())
 
 
+def test_a_cpu_trains_on_one_thread(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        options = [*SHORT, "--model", "dense", "--out", str(tmp_path)]
+        assert CliRunner().invoke(app, options).exit_code == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_bad_options_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    options = [*SHORT, "--models", "dense", "--out", str(folder)]
+    options = [*SHORT, "--model", "dense", "--out", str(folder)]
     assert CliRunner().invoke(app, options).exit_code == 0
     (tmp_path / "file").write_text("")
     for changed, words in (
         (("--seed", "5"), "expected a checkpoint of {'steps': 6"),
         (("--compressed-only", "1"), "--compressed-only"),
         (("--max-length", "31"), "--max-length"),
-        (("--models", "nsa,sparse"), "models: expected nsa and dense, got 'nsa,sparse'"),
+        (("--model", "sparse"), "--model: expected nsa or dense, got dense, sparse"),
         (("--device", "tpu"), "device: expected auto, cuda or cpu, got 'tpu'"),
         (("--out", str(tmp_path / "file")), "File exists"),
     ):
@@ -169,7 +180,7 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.M
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    options = [*SHORT, "--models", "nsa", "--out"]
+    options = [*SHORT, "--model", "nsa", "--out"]
     done = processes.run(sys.executable, "-c", KILLED, *options, tmp_path / "a", env=environment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [x.name for x in (tmp_path / "a").iterdir()] == ["nsa.pt"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparsek_backend.config import resolve_config
 from sparsek_backend.vllm_backend.accounting import attended_by_requests, query_positions
+from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_backend.vllm_backend.report import (
     describe_layers,
     describe_model_selection,
@@ -48,16 +49,18 @@ def test_batches(
     query_lens = np.array([new for _, new, _ in requests], dtype=np.int64)
     prompt_left = tuple(left for _, _, left in requests) if known else None
     step = StepPolicy.of(policy)
-    expected = 0
+    expected = [0, 0]
     for index, (before, new, left) in enumerate(requests):
         rule = step.decode if index < decodes else step.prefill
         prompt = before + new + (left if known else 0)
         for position in range(before, before + new):
-            last = prompt - policy.dense_last <= position < prompt
+            last = prompt - step.prefill.dense_last <= position < prompt
             last &= known or index >= decodes
             first = before if index < decodes else None  # of what decoded tokens share
-            expected += position + 1 if last else rule.attended_tokens(position, first)
-    assert attended_by_requests(step, seq_lens, query_lens, decodes, prompt_left) == expected
+            keys = position + 1 if last else rule.attended_tokens(position, first)
+            expected[index < decodes] += keys
+    found = attended_by_requests(step, seq_lens, query_lens, decodes, prompt_left)
+    assert found == tuple(expected)
 
 
 def test_positions() -> None:
@@ -75,17 +78,23 @@ def test_totals_share_and_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     stats = EngineStats(_last_log=0.0)
     assert stats.attended_share == 1.0
-    assert stats.record_step(50, 100) is None
+    assert stats.record_step(Keys(50), Keys(100)) is None
     clock[0] = LOG_INTERVAL + 1
-    line = stats.record_step(50, 300)
+    line = stats.record_step(Keys(50), Keys(300))
     assert line is not None
-    assert "25.0 %" in line
-    assert stats.record_step(1, 2) is None
+    assert "attended 25.0% of the context in prefill (since start 25.0%), fallback" in line
+    assert stats.record_step(Keys(1, 3), Keys(2, 30)) is None
     clock[0] *= 2
-    line = stats.record_step(99, 98)
+    line = stats.record_step(Keys(99, 0), Keys(98, 0))
     assert line is not None
-    assert "attended 100.0 % of the context (since start 40.0 %)" in line
-    assert (stats.steps, stats.attended_tokens, stats.context_tokens) == (4, 200, 500)
+    assert (
+        "attended 100.0% of the context in prefill (since start 40.0%) and 10.0% of the context in "
+        "decode (since start 10.0%), fallback calls: "
+    ) in line
+    assert (stats.steps, stats.attended, stats.context) == (4, (200, 3), (500, 30))
+    assert stats.attended_share == 203 / 530
+    clock[0] *= 2
+    assert stats.record_step(Keys(), Keys()) is None
 
 
 def test_prometheus_metrics() -> None:
@@ -104,13 +113,15 @@ def test_prometheus_metrics() -> None:
     settings = {name: str(getattr(config, name)) for name in FIELD_NAMES}
     assert sample("sparsek_settings_info", **settings) == 1
     assert (settings["top_k"], settings["dense_layers"]) == ("7", "(0, 2)")
-    metrics.record_step(0, 0)
+    metrics.record_step(Keys(), Keys())
     reason = "a test's reason"
     count_fallback(reason)
     for _ in range(2):
-        metrics.record_step(3, 7, selection_seconds=0.25, attention_seconds=1.0)
-    assert sample("sparsek_attended_tokens_total") == 6
-    assert sample("sparsek_context_tokens_total") == 14
+        metrics.record_step(Keys(3, 1), Keys(7, 8), selection_seconds=0.25, attention_seconds=1.0)
+    assert sample("sparsek_attended_tokens_total", phase="prefill") == 6
+    assert sample("sparsek_attended_tokens_total", phase="decode") == 2
+    assert sample("sparsek_context_tokens_total", phase="prefill") == 14
+    assert sample("sparsek_context_tokens_total", phase="decode") == 16
     assert sample("sparsek_selection_seconds_total") == 0.5
     assert sample("sparsek_attention_seconds_total") == 2.0
     assert sample("sparsek_fallback_total", reason=reason) == 1
@@ -118,9 +129,9 @@ def test_prometheus_metrics() -> None:
 
 def test_ranks_that_share_heads_log_once() -> None:
     stats = EngineStats(_last_log=float("-inf"))
-    assert stats.record_step(3, 7, log=False) is None
-    assert stats.attended_tokens == 3
-    assert stats.record_step(3, 7) is not None
+    assert stats.record_step(Keys(3), Keys(7), log=False) is None
+    assert stats.attended == (3, 0)
+    assert stats.record_step(Keys(3), Keys(7)) is not None
 
 
 def test_ranges_of_layers() -> None:

@@ -136,7 +136,7 @@ def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Pat
     from sparsek_backend.vllm_backend.stats import STATS
 
     model = make_tiny_model("minicpm", tmp_path)
-    before = STATS.attended_tokens, STATS.context_tokens
+    before = sum(STATS.attended), sum(STATS.context)
     with engine(
         model,
         "SPARSEK",
@@ -158,8 +158,8 @@ def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Pat
         (policy.prefill if position < LENGTHS[-1] else policy.decode).attended_tokens(position)
         for position in positions
     )
-    assert STATS.attended_tokens - before[0] == layers * expected
-    assert STATS.context_tokens - before[1] == layers * sum(p + 1 for p in positions)
+    assert sum(STATS.attended) - before[0] == layers * expected
+    assert sum(STATS.context) - before[1] == layers * sum(p + 1 for p in positions)
 
 
 def unrotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,32 @@ def exact(exact_model: Any, prompts: list[list[int]]) -> list[float]:
     return [logprobs[place, token].item() for place, token in enumerate(probe[1:])]
 
 
+def test_scratch_is_there_when_vllm_measures_memory(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the kernels' steps leave was taken before vLLM made the pages."""
+    import torch
+
+    from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
+    from sparsek_kernels.paged import scratch
+
+    held: list[tuple[int, int]] = []
+    build = SparseKMetadataBuilder.__init__
+
+    def spied(self: Any, *args: Any, **options: Any) -> None:
+        before = scratch.held_bytes(torch.device("cuda"))
+        build(self, *args, **options)
+        held.append((before, scratch.held_bytes(torch.device("cuda"))))
+
+    monkeypatch.setattr(SparseKMetadataBuilder, "__init__", spied)
+    monkeypatch.setattr(scratch, "_workspaces", {})
+    with engine(smollm2, "SPARSEK", {**SPARSE, "query_tile": 64}, **LIMITS):
+        first, *later = held
+    assert first[0] == 0 < first[1]
+    assert later
+    assert set(later) == {(first[1], first[1])}
+
+
 def mean_distance(found: list[float], expected: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)
 

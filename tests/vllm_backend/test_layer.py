@@ -61,13 +61,12 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     assert policy.selects_blocks
     expected = paged_attention_reference(q, *keys_and_values(cache), batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
-    share = policy.decode.attended_tokens(299) + policy.decode.attended_tokens(220)
+    decoded = policy.decode.attended_tokens(299) + policy.decode.attended_tokens(220)
     dense = 400 - policy.prefill.dense_last
-    share += sum(policy.prefill.attended_tokens(position) for position in range(dense))
+    share = sum(policy.prefill.attended_tokens(position) for position in range(dense))
     share += sum(position + 1 for position in range(dense, 400))
-    assert metadata.attended_tokens == share
-    assert metadata.context_tokens == 300 + 221 + 400 * 401 // 2
-    assert metadata.attended_share == share / metadata.context_tokens
+    assert metadata.attended == (share, decoded)
+    assert metadata.context == (400 * 401 // 2, 300 + 221)
 
 
 def test_the_last_token_of_a_prompt_is_a_decode_if_it_comes_alone(current: Any) -> None:
@@ -103,7 +102,7 @@ def test_one_phase_alone_is_sparse(phase: str, tmp_path: Path) -> None:
     decodes = sum(policy.by_records(64).attended_tokens(i) for i in (299, 220))
     prefill = sum(policy.attended_tokens(i) if i < 336 else i + 1 for i in range(400))
     attended = 300 + 221 + prefill if phase == "prefill" else decodes + 400 * 401 // 2
-    assert metadata.attended_tokens == attended
+    assert sum(metadata.attended) == attended
 
 
 def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_ones(
@@ -376,10 +375,10 @@ def test_capturing_a_graph_is_short_and_not_counted(current: Any) -> None:
 
     layer = make_layer()
     builder, _ = make_builder(layer, current)
-    before = STATS.steps, STATS.context_tokens
+    before = STATS.steps, sum(STATS.context)
     step = make_step([512, 512], [3, 3], 40)
     metadata = builder.build_for_cudagraph_capture(step)
-    assert (STATS.steps, STATS.context_tokens) == before
+    assert (STATS.steps, sum(STATS.context)) == before
     assert metadata.batch.seq_lens.data_ptr() == step.seq_lens.data_ptr()
     assert step.seq_lens.tolist() == [3, 3]
     assert metadata.batch.max_seq_len == 512
@@ -438,9 +437,9 @@ def test_device_metadata_needs_no_device_lengths(current: Any, known: bool) -> N
     assert metadata.batch.seq_lens_host == ((90, 50) if known else None)  # exact of prefills
     assert metadata.batch.query_lens_host == (1, 50)
     assert metadata.batch.num_decodes == 1
-    assert metadata.context_tokens >= 90 + 50 * 51 // 2
+    assert sum(metadata.context) >= 90 + 50 * 51 // 2
     if known:
-        assert metadata.context_tokens == 90 + 50 * 51 // 2
+        assert sum(metadata.context) == 90 + 50 * 51 // 2
     decodes = make_step([90, 50], [1, 1], 32)
     decodes.seq_lens_cpu_upper_bound = decodes.seq_lens.clone()
     assert builder.build(0, decodes).batch.seq_lens_host is None  # no kernel asks for them

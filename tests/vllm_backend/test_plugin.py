@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import pickle
+import re
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sparsek_backend.plugin import backend_member, register
+from sparsek_backend.plugin import backend_member, refuse_wrong_settings, register
 from sparsek_backend.vllm_backend.names import BACKEND_NAME, BACKEND_PATH
 from tests import processes
 
@@ -163,3 +165,44 @@ def test_other_backends_are_selected_as_before() -> None:
         selected_backend=backend_member(), attn_selector_config=config, num_heads=4
     )
     assert chosen == BACKEND_PATH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "words"),
+    [
+        (["--additional-config", '{"sparsek": {"topk": 4}}'], "", "did you mean top_k?"),
+        (["--additional_config={\"sparsek\": {\"top_k\": -1}}"], "", "greater than 0, got -1"),
+        (["--additional-config", '{"spasek": {}}'], "", "did you mean the section sparsek?"),
+        ([], "TOPK", "did you mean SPARSEK_TOP_K?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_ends_a_server_before_vllm_reads_anything(
+    arguments: list[str], variable: str, words: str
+) -> None:
+    environ = {f"SPARSEK_{variable}": "4"} if variable else {}
+    ours = ["serve", "m", "--attention-backend", "sparsek", *arguments]
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        refuse_wrong_settings(ours, environ)
+    refuse_wrong_settings(["serve", "m", *arguments], environ)
+    refuse_wrong_settings(["serve", "m", "--attention-backend", "FLASH_ATTN", *arguments], environ)
+
+
+def test_what_the_model_or_vllm_decides_is_left_to_them() -> None:
+    ours = ["serve", "m", "--attention-backend=SPARSEK", "--additional-config"]
+    for section in ('{"sparsek": {"mode": "of another plugin"}}', '{"sparsek": ', '{"other": 1}'):
+        refuse_wrong_settings([*ours, section], {"SPARSEK_TOP_K": "4", "SPARSEK_PORT": "tcp://h"})
+    refuse_wrong_settings(ours, {})
+
+
+def test_a_servers_process_says_the_setting_and_nothing_else() -> None:
+    code = (
+        "import sys\n"
+        "sys.argv = ['vllm', 'serve', 'm', '--attention-backend', 'SPARSEK']\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()"
+    )
+    environ = os.environ | {"SPARSEK_TOPK": "4", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = processes.run(sys.executable, "-c", code, env=environ)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("error: SPARSEK setting SPARSEK_TOPK")
+    assert "Traceback" not in done.stderr

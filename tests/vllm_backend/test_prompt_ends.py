@@ -69,7 +69,7 @@ def test_steps_count_from_the_ends_of_their_prompts(current: Any, warnings: list
         for position in positions:
             last = prompt - 64 <= position < prompt
             expected += position + 1 if last else rule.prefill.attended_tokens(position)
-    assert metadata.attended_tokens == expected
+    assert sum(metadata.attended) == expected
     builder.engine.prompt_lengths = ()  # requests that vLLM makes up have no prompts
     assert builder.build(0, step).batch.prompt_left_host == (-300, -400, -600, -290)
     assert warnings == []
@@ -88,7 +88,7 @@ def test_a_prompt_may_end_in_a_step_of_decodes(captured: bool, current: Any) -> 
     rule = builder.policies.copy().popitem()[0]
     decoded = [rule.decode.attended_tokens(position) for position in (299, 399)]
     assert decoded[1] < 400
-    assert metadata.attended_tokens == (sum(decoded) if captured else decoded[0] + 400)
+    assert sum(metadata.attended) == (sum(decoded) if captured else decoded[0] + 400)
     builder.engine.prompt_lengths = np.array([400, 300])
     mixed = builder.build(0, make_step([400, 300], [1, 60], 64))
     assert mixed.batch.prompt_left_host == (0, 0)
@@ -256,11 +256,11 @@ def attended(llm: Any, prompts: list[list[int]], **options: Any) -> tuple[list[A
     """Answers, and the keys that are attended for them."""
     from sparsek_backend.vllm_backend.stats import STATS
 
-    before = STATS.attended_tokens
+    before = sum(STATS.attended)
     outputs = generate(
         llm, prompts, **{"together": False, "max_tokens": 4, "logprobs": 0, **options}
     )
-    return outputs, STATS.attended_tokens - before
+    return outputs, sum(STATS.attended) - before
 
 
 def likelihoods(outputs: list[Any]) -> list[list[float]]:

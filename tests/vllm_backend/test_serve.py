@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import signal
 import urllib.request
@@ -153,8 +154,13 @@ def test_counters_reach_the_metrics_page(server: Server) -> None:
     for line in lines:
         if line.startswith("sparsek_"):
             name, value = line.rsplit(" ", 1)
-            values[name.split("{")[0]] = float(value)
-    assert 0 < values["sparsek_attended_tokens_total"] < values["sparsek_context_tokens_total"]
+            phase = re.search('phase="([a-z]+)"', name)
+            values[name.split("{")[0], phase and phase[1]] = float(value)
+    for phase in ("prefill", "decode"):
+        attended, context = (
+            values[f"sparsek_{name}_tokens_total", phase] for name in ("attended", "context")
+        )
+        assert 0 < attended < context, phase
 
 
 def test_dashboard_and_alerts_read_what_the_metrics_page_has(server: Server) -> None:

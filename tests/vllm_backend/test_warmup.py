@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
+from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder, take_memory
 from sparsek_backend.vllm_backend.sparsek.warmup import (
     decode_shapes,
     doubled,
@@ -22,6 +25,7 @@ from sparsek_backend.vllm_backend.sparsek.warmup import (
     warm_up,
 )
 from sparsek_backend.vllm_backend.stats import STATS
+from sparsek_kernels.paged import scratch
 from sparsek_kernels.paged.attend.config import decode_config, prefill_config
 from sparsek_kernels.paged.config import most_splits
 from sparsek_kernels.paged.operands import PagedOperands
@@ -298,3 +302,56 @@ def test_scratch_is_not_made_in_the_memory_pool_of_sleep_mode(
     warm_up([layer], spec, current, torch.device("cpu"))
     assert len(set(threads)) == 1
     assert threading.get_ident() not in threads
+
+
+def test_layers_run_while_vllm_measures_memory(
+    current: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, by the pages that they will have; a window's are settled later."""
+    layers = [make_layer(index) for index in range(2)]
+    make_layer(2, per_layer_sliding_window=48)
+    built: list[Any] = []
+    monkeypatch.setattr(SparseKMetadataBuilder, "__init__", lambda _, *given: built.append(given))
+    with FakeTensorMode():
+        query = torch.empty(8, 4, 32, device="cuda")
+        key = torch.empty(8, 2, 32, device="cuda")
+        for layer in (*layers, *layers):
+            layer.impl.forward(layer, query, key, key, key, None, torch.empty_like(query))
+    (names,) = [names for _, names, *_ in built]
+    assert names == [layer.layer_name for layer in layers]
+    ((spec, _, config, device),) = built
+    assert (spec, config, device.type) == (make_spec(layers[0], current), current, "cuda")
+
+
+def test_what_ran_while_memory_was_measured_is_not_run_for_the_pages(
+    current: Any, attended: list[tuple[SelectionPolicy, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer()
+    never = property(lambda _: False, lambda *_: None)
+    monkeypatch.setattr(SparseKMetadataBuilder, "on_host", never, raising=False)
+    take_memory(current, torch.device("cpu"))
+    assert layer.impl.policy.selects_blocks
+    assert attended
+    attended.clear()
+    make_builder(layer, current)
+    assert not attended
+
+
+def test_on_a_cpu_nothing_runs_for_memory(
+    current: Any, attended: list[tuple[SelectionPolicy, int, int]]
+) -> None:
+    layer, query = make_layer(), torch.zeros(8, 4, 32)
+    key = torch.zeros(8, 2, 32)
+    layer.impl.forward(layer, query, key, key, key, None, torch.empty_like(query))
+    assert not attended
+    assert not engine_of(current).dummy_run_done
+
+
+def test_held_scratch_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_workspaces", {})
+    cpu = torch.device("cpu")
+    scratch.workspace(cpu, "parts", 3000, torch.float32)
+    scratch.workspace(cpu, "parts", 2500, torch.float32)  # is the same
+    scratch.workspace(cpu, "keys", 100, torch.int8)
+    assert scratch.held_bytes(cpu) == 4 * 4096 + 1024
+    assert scratch.held_bytes(torch.device("cuda", 0)) == 0

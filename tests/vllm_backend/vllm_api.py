@@ -1,6 +1,7 @@
 """What the plugin overrides and calls in vLLM, checked in a version's sources without importing it.
 
-``python -m tests.vllm_backend.vllm_api FOLDER...`` prints what each unpacked wheel lacks.
+``python -m tests.vllm_backend.vllm_api FOLDER...`` prints what each unpacked wheel lacks, and what
+it may pass to a method of ours that does not take it.
 """
 
 from __future__ import annotations
@@ -127,6 +128,25 @@ GENERATIONS: tuple[tuple[str, str, Names], ...] = (
 """How a version learns a cache's shape: one of these, told apart by the second."""
 
 
+OURS = Path(__file__).resolve().parents[2] / "sparsek_backend" / "vllm_backend"
+OVERRIDING: dict[str, tuple[tuple[str, str], ...]] = {
+    "AttentionBackend": (
+        ("compat.py", "HeadMajorLayout"),
+        ("layout.py", "HeadMajorPages"),
+        ("sparsek/backend.py", "SparseKBackend"),
+        ("nsa/backend.py", "NSABackend"),
+    ),
+    "AttentionImplBase": (("sparsek/impl.py", "SparseKImpl"), ("nsa/impl.py", "NSAImpl")),
+    "AttentionImpl": (("sparsek/impl.py", "SparseKImpl"), ("nsa/impl.py", "NSAImpl")),
+    "AttentionMetadataBuilder": (
+        ("step.py", "StepBuilder"),
+        ("sparsek/metadata.py", "SparseKMetadataBuilder"),
+        ("nsa/metadata.py", "NSAMetadataBuilder"),
+    ),
+}
+"""Our classes with methods of vLLM's, by file, for each class of ``v1/attention/backend.py``."""
+
+
 @lru_cache(maxsize=64)
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
@@ -143,12 +163,15 @@ def _find(path: Path, name: str) -> ast.AST | None:
     return node
 
 
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    arguments = function.args
+    return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
 def _takes(function: ast.AST, names: Names) -> bool:
     if not isinstance(function, ast.FunctionDef):
         return False
-    arguments = function.args
-    known = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    return arguments.kwarg is not None or set(names) <= known
+    return function.args.kwarg is not None or set(names) <= set(_parameters(function))
 
 
 def _has(owner: ast.AST, names: Names) -> bool:
@@ -185,6 +208,22 @@ def lacking(vllm: Path) -> list[str]:
     return found
 
 
+def passed_in_vain(vllm: Path) -> list[str]:
+    """What a version's methods take that those of ours in their place do not."""
+    found = []
+    for base, classes in OVERRIDING.items():
+        theirs = _find(vllm / "v1/attention/backend.py", base) or ast.Module([], [])
+        methods = [one for one in ast.iter_child_nodes(theirs) if isinstance(one, ast.FunctionDef)]
+        for file, name in classes:
+            for method in methods:
+                own = _find(OURS / file, f"{name}.{method.name}")
+                names = tuple(_parameters(method))
+                if own is not None and not method.name.startswith("__") and not _takes(own, names):
+                    found.append(f"{name}.{method.name}({', '.join(names)})")
+    return found
+
+
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:
-        print(folder, lacking(Path(folder)) or "complete")
+    for folder in map(Path, sys.argv[1:]):
+        gaps = lacking(folder) + [f"passes {one}" for one in passed_in_vain(folder)]
+        print(folder, gaps or "complete")

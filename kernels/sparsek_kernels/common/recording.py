@@ -17,6 +17,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
 
 from sparsek_kernels.common.device import current_stream
@@ -35,10 +37,24 @@ _state = threading.local()
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel``; a recording of this thread that is going on keeps the launch."""
+    if getattr(_state, "compiles", False):
+        kernel.warmup(*args, grid=grid, **options)
+        return
     compiled = kernel[grid](*args, **options)
     record: Recording | None = getattr(_state, "record", None)
     if record is not None:
         record.add(kernel, compiled, grid, args, options)
+
+
+@contextmanager
+def compiling(threads: int) -> Iterator[None]:
+    """Compile what :func:`run` would launch in this thread meanwhile, by some threads at a time."""
+    with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
+        _state.compiles = True
+        try:
+            yield
+        finally:
+            _state.compiles = False
 
 
 @contextmanager
@@ -122,10 +138,10 @@ class _Kernel:
     """
 
     def __init__(self, launcher: Any, head: list[Any], own: list[Any]) -> None:
-        run, args = _shortest(launcher, head, own)
+        run, args, behind = _shortest(launcher, head, own)
         self.head = args[_STREAM + 1 : len(args) - len(own)]
         self.descriptors = [i for i, x in enumerate(args) if _is_descriptor(x)]
-        self.run, self.expand, self.places = _unwrapped(run, args)
+        self.run, self.expand, self.places = _unwrapped(run, args, behind)
         self._forms: dict[Hashable, _Maps] = {}
 
     def expanded(self, args: list[Any], described: Sequence[_Maps]) -> list[Any]:
@@ -280,15 +296,19 @@ def _moved(descriptor: Any, address: int) -> Any:
     return moved
 
 
-def _shortest(launcher: Any, head: list[Any], own: list[Any]) -> tuple[Any, list[Any]]:
+def _shortest(launcher: Any, head: list[Any], own: list[Any]) -> tuple[Any, list[Any], int | None]:
     """What launches in the end, and its arguments, which end with the kernel's ``own``.
 
     Triton's launcher is in Python and spends half a microsecond before it calls a function in C.  A
     copy of it shows that call.  Where the launcher does more, or ends otherwise, it stays.
+
+    Returns:
+        The function, its arguments, and behind how many of them it takes the others as one tuple,
+        as from Triton 3.8 on; ``None`` where it takes all of them alike.
     """
     whole = [*head, *own]
     if any(getattr(launcher, f"{kind}_scratch_size", 1) for kind in ("global", "profile")):
-        return launcher, whole
+        return launcher, whole, None
     calls: list[tuple[Any, ...]] = []
     shown = copy.copy(launcher)
     shown.launch = lambda *args: calls.append(args)
@@ -296,32 +316,52 @@ def _shortest(launcher: Any, head: list[Any], own: list[Any]) -> tuple[Any, list
         shown(*whole)
         [call] = calls
     except (TypeError, ValueError, AttributeError):
-        return launcher, whole
+        return launcher, whole, None
     begin = _STREAM + 1
-    same = [*call[:begin], *call[max(len(call) - len(own), begin) :]]
     wanted = [*head[:begin], *own]
-    if len(same) != len(wanted) or any(x is not y for x, y in zip(same, wanted, strict=True)):
-        return launcher, whole
-    return launcher.launch, list(call)
+    for behind in (None, len(call) - 1):
+        if behind is not None and not isinstance(call[behind], tuple):
+            continue
+        args = _flat(call, behind)
+        same = [*args[:begin], *args[max(len(args) - len(own), begin) :]]
+        if len(same) == len(wanted) and all(x is y for x, y in zip(same, wanted, strict=True)):
+            return launcher.launch, args, behind
+    return launcher, whole, None
+
+
+def _flat(args: Sequence[Any], behind: int | None) -> list[Any]:
+    """The arguments, with those of a tuple behind so many others in its place."""
+    return list(args) if behind is None else [*args[:behind], *args[behind]]
+
+
+def _passed(function: Any, behind: int | None) -> Any:
+    """``function`` of flat arguments."""
+    if behind is None:
+        return function
+    return lambda *args: function(*args[:behind], args[behind:])
 
 
 def _unwrapped(
-    run: Any, args: list[Any]
+    run: Any, args: list[Any], behind: int | None
 ) -> tuple[Any, Callable[..., Sequence[Any]] | None, Sequence[int]]:
-    """The function in C that ``run(*args)`` calls, what tells its arguments, and where each is.
+    """The function in C that ``run`` calls for these, what tells its arguments, and where each is.
 
     For kernels that take descriptors, Triton has Python around it that goes through all arguments
     and encodes the descriptors.  A copy of it shows the call.  Where it does anything else, ``run``
     stays.
+
+    Args:
+        run: takes the arguments behind so many others as one tuple, as the function in C does.
     """
-    same = run, None, range(len(args))
+    same = _passed(run, behind), None, range(len(args))
     names = getattr(getattr(run, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(run, "__closure__", None) or (), strict=True))
     inner = cells.get("launcher")
     if inner is None:
         return same
-    cells["launcher"] = CellType(lambda *final: final)
-    expand = FunctionType(run.__code__, run.__globals__, closure=tuple(cells.values()))
+    cells["launcher"] = CellType(lambda *final: _flat(final, behind))
+    shown = FunctionType(run.__code__, run.__globals__, closure=tuple(cells.values()))
+    expand = _passed(shown, behind)
     places: list[int] = []
     wanted: list[Any] = []
     try:
@@ -334,7 +374,7 @@ def _unwrapped(
         return same
     if len(final) != len(wanted) or any(x is not y for x, y in zip(final, wanted, strict=True)):
         return same
-    return inner.cell_contents, expand, places
+    return _passed(inner.cell_contents, behind), expand, places
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -67,3 +67,10 @@ def workspace(device: torch.device, name: str, numel: int, dtype: torch.dtype) -
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             _workspaces[key] = found
     return found
+
+
+def held_bytes(device: torch.device) -> int:
+    """Bytes of scratch that calls on a device, or of its kind where it has no index, have left."""
+    index = device.index
+    found = (x for x in _workspaces.values() if x.device.type == device.type)
+    return sum(x.nbytes for x in found if index is None or x.device.index == index)

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparsek_backend.command_line import failing_on, grouped
+from sparsek_backend.command_line import failing_on, grouped, token_option
+from sparsek_backend.extras import needing
 from sparsek_backend.machine import choose_device
+from sparsek_backend.models import check_model, fetch_texts
 from sparsek_backend.patterns.masses import Measure
 from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
@@ -90,7 +92,7 @@ def learn(
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files; repeatable. The speeches by default.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 2048,
+    tokens: Annotated[int, token_option("Tokens of each text.")] = 2048,
     texts: Annotated[int, typer.Option(min=1, help="Most texts to read.")] = 8,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
     prefill: Annotated[
@@ -230,9 +232,9 @@ def _load(
     name: str, paths: list[Path] | None, tokens: int, most: int, device: torch.device
 ) -> tuple[Any, list[torch.Tensor]]:
     """The model, and ``[1, tokens]`` ids of the texts that are long enough."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sparsek_backend.models import fetch_texts
+    check_model(name)
+    with needing("learning needs Transformers", extra="eval,patterns"):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
     paths = paths or sorted(fetch_texts().glob("*.txt"))
     tokenizer = AutoTokenizer.from_pretrained(name)

@@ -8,8 +8,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
-from sparsek_backend.vllm_backend.accounting import nsa_attended, query_positions
+from sparsek_backend.vllm_backend.accounting import Positions, nsa_attended, query_positions
 from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_backend.vllm_backend.report import describe_nsa_layers
 from sparsek_backend.vllm_backend.settings import check_page_size, nsa_section
 from sparsek_backend.vllm_backend.step import StepBuilder, StepMetadata, build_batch
@@ -45,9 +46,15 @@ class NSAMetadataBuilder(StepBuilder):
             common, self.reorder_batch_threshold or 1, self.on_host, gathers_prefills=True
         )
         position = query_positions(batch.seq_lens, batch.query_lens)
+        decodes = batch.paged.num_decode_tokens
+
+        def keys(each: Positions) -> Keys:
+            total = (each[decodes:].sum(), each[:decodes].sum())
+            return Keys(*(int(part) * self.num_layers for part in total))
+
         return StepMetadata(
             batch=batch.paged,
             num_actual_tokens=common.num_actual_tokens,
-            attended_tokens=int(nsa_attended(self.config, position).sum()) * self.num_layers,
-            context_tokens=int((position + 1).sum()) * self.num_layers,
+            attended=keys(nsa_attended(self.config, position)),
+            context=keys(position + 1),
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.vllm_backend import checks
@@ -23,7 +25,7 @@ from sparsek_kernels.paged.policy import StepPolicy
 
 from . import fallback
 from .flash import find_flash
-from .metadata import SparseKMetadata
+from .metadata import SparseKMetadata, take_memory
 from .pages import FP8_KV_CACHE, PageReader, PageViews
 from .probe import PROBE
 from .selection import LayerSite, select_by_model, select_by_settings
@@ -57,19 +59,18 @@ class SparseKImpl(AttentionImpl):
             )
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"sinks: expected {num_heads} logits, got {sinks.shape[0]}")
-        self.num_heads = num_heads
-        self.head_size = head_size
+        self.num_heads, self.head_size = num_heads, head_size
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.has_fp8_cache = kv_cache_dtype in FP8_KV_CACHE
-        self.attn_type = attn_type
+        self.attn_type, self.sliding_window = attn_type, sliding_window
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sliding_window = sliding_window
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
         self.logits_soft_cap = logits_soft_cap or None
         self.sinks = sinks
         self._engine = engine = current_engine()
+        self._vllm_config = weakref.ref(get_current_vllm_config())
         self.batch_invariant = engine.resolved.batch_invariant
         self._time_selection = engine.resolved.config.time_selection
         self.dtype = engine.dtype
@@ -229,6 +230,9 @@ class SparseKImpl(AttentionImpl):
         """
         checks.refuse_quantised_output(output_scale, output_block_scale)
         if attn_metadata is None:
+            if query.is_cuda and not self._engine.dummy_run_done:
+                self._engine.dummy_run_done = True
+                take_memory(self._vllm_config(), query.device)
             return output.zero_()
         STATS.forward_calls += 1
         tokens = slice(attn_metadata.num_actual_tokens)
@@ -238,16 +242,16 @@ class SparseKImpl(AttentionImpl):
             fallback.attend_encoder(self, (query, key[tokens], value[tokens]), attn_metadata, out)
             return output
         operands = self._operands(layer, query, self._pages.cached(kv_cache), out)
-        shards = attn_metadata.shards
-        self._write_index(operands, attn_metadata.batch if shards is None else shards.batch)
+        shards, batch = attn_metadata.shards, attn_metadata.batch
+        self._write_index(operands, shards.batch if shards else batch)
         if reason := self.fallback_reason or attn_metadata.fallback_reason:
             clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
             fallback.attend_pages(self, operands, attn_metadata, reason, clamped)
         elif shards is not None:
             attend_shards(operands, kv_cache, shards, self.own, self._pages)
         else:
-            step = (attn_metadata.batch, self.policy, attn_metadata.seq_lens)
-            for mine, segment in each_segment(operands, self._segments(operands, *step)):
+            segments = self._segments(operands, batch, self.policy, attn_metadata.seq_lens)
+            for mine, segment in each_segment(operands, segments):
                 self._attend(mine, segment)
         return output
 

@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.accounting import attended_by_requests
 from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_backend.vllm_backend.keys import NO_KEYS, Keys
 from sparsek_backend.vllm_backend.report import (
     EAGER_NORMS,
     NO_PROMPT_LENGTHS,
@@ -183,8 +184,8 @@ class SparseKMetadataBuilder(StepBuilder):
         return SparseKMetadata(
             batch=batch.paged,
             num_actual_tokens=common.num_actual_tokens,
-            attended_tokens=attended,
-            context_tokens=context,
+            attended=attended,
+            context=context,
             seq_lens=tuple(batch.seq_lens.tolist()),
             query_offsets=None if common.causal else tuple(batch.offsets.tolist()),
             mm_prefix_range=_live_ranges(common, batch.seq_lens - batch.query_lens),
@@ -197,15 +198,35 @@ class SparseKMetadataBuilder(StepBuilder):
         """The prompt lengths of the step's requests, where layers ask and no request is split."""
         return self.engine.prompt_lengths if self.exempts_last and not self.splits_steps else None
 
-    def _count(self, batch: Batch) -> tuple[int, int]:
+    def _count(self, batch: Batch) -> tuple[Keys, Keys]:
         """Count attended and context keys over all layers of the group."""
         paged = batch.paged
         lens = (batch.seq_lens, batch.query_lens, paged.num_decodes, paged.prompt_left_host)
-        attended = sum(
-            layers * attended_by_requests(policy, *lens) for policy, layers in self.policies.items()
-        )
-        everything = StepPolicy.of(SelectionPolicy())
-        return attended, attended_by_requests(everything, *lens) * self.policies.total()
+        attended = NO_KEYS
+        for policy, layers in self.policies.items():
+            attended = attended.plus(attended_by_requests(policy, *lens), layers)
+        everything = attended_by_requests(StepPolicy.of(SelectionPolicy()), *lens)
+        return attended, NO_KEYS.plus(everything, self.policies.total())
+
+
+def take_memory(vllm_config: Any | None, device: torch.device) -> None:
+    """While vLLM measures memory: bind the layers and run the steps that need every kernel.
+
+    Their scratch stays, and so is no part of what vLLM then gives to the pages.  Where layers have
+    a window vLLM has not settled their pages yet: theirs is little, and comes later.
+
+    Args:
+        vllm_config: of an engine that is still there, else ``None``.
+    """
+    groups: dict[Any, list[str]] = {}
+    layers = get_layers_from_vllm_config(vllm_config, Attention) if vllm_config else {}
+    for name, layer in layers.items():
+        if layer.attn_backend.get_builder_cls() is SparseKMetadataBuilder:
+            spec = layer.get_kv_cache_spec(vllm_config)
+            if spec is not None and compat.is_full_attention(spec):
+                groups.setdefault(layer.attn_backend.customize_spec(spec), []).append(name)
+    for spec, names in groups.items():
+        SparseKMetadataBuilder(spec, names, vllm_config, device)
 
 
 def may_capture_decodes(vllm_config: Any, device: torch.device) -> bool:

@@ -2,15 +2,17 @@
 
 vLLM runs decodes before it captures them in CUDA graphs, but no prefill that is long enough to be
 sparse, and of the decodes beside a prefill, which no graph holds, not every number: their kernels
-would be compiled while requests wait for them.
+would be compiled while requests wait for them.  On a GPU the layers run them while vLLM measures
+memory: the scratch that they leave is none that the KV cache may take.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +21,13 @@ from vllm.logger import init_logger
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_kernels.common.recording import compiling
 from sparsek_kernels.paged.attend.config import MANY_PROGRAMS
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.plan import everything
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
+from sparsek_kernels.paged.scratch import held_bytes
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -153,9 +157,11 @@ def warm_up(
         count = steps.result()
     if count:
         logger.info(
-            "SPARSEK kernels are ready (%d steps, %.1f s, kept in Triton's cache)",
+            "SPARSEK kernels are ready (%d steps, %.1f s, kept in Triton's cache); they hold "
+            "%.2f GiB of scratch",
             count,
             time.perf_counter() - begin,
+            held_bytes(device) / (1 << 30),
         )
 
 
@@ -167,18 +173,26 @@ def _run(
     query_len: int,
     rotation: torch.Tensor | None,
 ) -> int:
-    """Return how many made-up steps were run."""
-    count = 0
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with torch.inference_mode(), on_device:
-        for layer in layers:
-            for batch, policy in _made_up_steps(
-                layer.impl, spec.block_size, vllm_config, device, query_len
-            ):
-                step = replace(batch, rotation=rotation)
-                layer.impl.dummy_run(layer, _one_page(spec, device), step, policy)
-                count += 1
-        if count and device.type == "cuda":
+    """Return how many made-up steps were run.
+
+    First all of their kernels are compiled, many at a time.
+    """
+    on_gpu = device.type == "cuda"
+    passes: list[AbstractContextManager[None]] = [nullcontext()]
+    if on_gpu:
+        passes.insert(0, compiling(len(os.sched_getaffinity(0))))
+    with torch.inference_mode(), torch.cuda.device(device) if on_gpu else nullcontext():
+        for each in passes:
+            count = 0
+            with each:
+                for layer in layers:
+                    for batch, policy in _made_up_steps(
+                        layer.impl, spec.block_size, vllm_config, device, query_len
+                    ):
+                        step = replace(batch, rotation=rotation)
+                        layer.impl.dummy_run(layer, _one_page(spec, device), step, policy)
+                        count += 1
+        if count and on_gpu:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # the KV cache takes all free memory next
     return count

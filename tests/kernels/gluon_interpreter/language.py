@@ -186,13 +186,12 @@ class Language:
                 expect=self._expect,
                 invalidate=lambda barrier: None,
             ),
-            "tma": SimpleNamespace(
-                async_copy_global_to_shared=self._fetch,
-                async_copy_shared_to_global=self._put,
-                store_wait=self._store_wait,
-            ),
+            "tma": SimpleNamespace(store_wait=self._store_wait),
+            "tma_load": self._fetch,
+            "tma_store": self._put,
+            "async_load": self._copy,
+            "reinterpret": Memory.reinterpret,
             "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self._copy,
                 mbarrier_arrive=self._copies_arrive,
                 commit_group=self._commit,
                 wait_group=self._wait_group,

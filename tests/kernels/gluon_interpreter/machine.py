@@ -75,7 +75,7 @@ class Memory:
     def reshape(self, shape: Sequence[int]) -> Memory:
         return self._view(self.place.reshape(shape))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Memory:
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Memory:
         first = int(self.place.min()) * self.dtype.itemsize
         place = places(shape, layout, dtype.itemsize) + first // dtype.itemsize
         if place.numel() * dtype.itemsize > self.place.numel() * self.dtype.itemsize:

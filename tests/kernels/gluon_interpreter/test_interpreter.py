@@ -47,7 +47,7 @@ def pipeline(x: Any, source: torch.Tensor, waits: bool, gives_back: bool) -> tor
         for step in range(rows):
             x.mbarrier.wait(empty.index(step % 2), ((step // 2) & 1) ^ 1)
             pointer = Pointer.of(source) + Value(torch.arange(cols) + step * cols)
-            x.async_copy.async_copy_global_to_shared(ring.index(step % 2), pointer)
+            x.async_load(ring.index(step % 2), pointer)
             x.async_copy.mbarrier_arrive(full.index(step % 2), increment_count=False)
 
     def computes() -> None:
@@ -147,7 +147,7 @@ def test_columns_of_a_swizzled_tile_lie_apart() -> None:
     assert at[0, 64] == 64 * 64
     memory = Memory.allocate(torch.bfloat16, [64, 128], tile)
     memory.store(Value(torch.arange(64)[:, None].expand(64, 128).to(torch.bfloat16)))
-    halves = memory._reinterpret(torch.bfloat16, [2, 64, 64], tile)
+    halves = memory.reinterpret(torch.bfloat16, [2, 64, 64], tile)
     assert halves.index(1).read()[:, 0].tolist() == list(range(64))
 
 

@@ -4,6 +4,7 @@ compiler cannot serve one process.
     TRITON_INTERPRET=1 python kernel_cases.py --device cpu       tiny shapes, no GPU
     python kernel_cases.py --size hopper --order "last first"    Hopper kernels too, no GPU
     python kernel_cases.py --device cuda --size gpu              the same cases at real sizes
+    python kernel_cases.py --device cuda --size hopper           small ones on a GPU
 
 Prints one line per check and exits 1 if any failed.
 """
@@ -452,7 +453,7 @@ def main() -> int:
     first, step = (int(x) for x in args.part.split("/"))
     cases = {"tiny": TINY, "hopper": HOPPER, "gpu": GPU}[args.size]
     cases = [case for case in cases[first::step] if args.only in case.name]
-    if args.size == "hopper":
+    if args.size == "hopper" and args.device == "cpu":
         with interpret(args.order, not args.early):
             failed = sum(run(case, "cpu", args.size, args.only_hopper) for case in cases)
         print(f"{failed} failed")

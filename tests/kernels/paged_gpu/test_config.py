@@ -17,7 +17,7 @@ from sparsek_kernels.paged.config import (
     shared_memory,
     top_warps,
 )
-from sparsek_kernels.paged.index.page_records.config import cut_segments, weigh_programs
+from sparsek_kernels.paged.index.page_records.config import cut_segments, weigh_shares
 from sparsek_kernels.paged.index.two_step.config import listed_shares, score_bytes, score_config
 
 ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])
@@ -139,8 +139,10 @@ def test_splits_leave_each_share_some_work(
 def test_records_are_read_by_some_programs(
     jobs: int, segments: int, near: int, columns: int, num_sms: int
 ) -> None:
-    programs = weigh_programs(jobs, segments, near, num_sms)
-    assert programs >= 1
+    programs, at_once = weigh_shares(jobs, segments, near, num_sms)
+    assert 1 <= at_once <= programs <= segments
+    assert at_once == 1 or jobs * (near + at_once) <= 16 * num_sms
+    assert programs == at_once or 40 * at_once < segments
     size = cut_segments(jobs, segments, columns, num_sms)
     assert size in (64, 128, 256, 512)
     assert size * columns <= 4096  # shared memory that a program has without asking for more

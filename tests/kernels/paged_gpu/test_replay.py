@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek_kernels.common import recording as recording_module
 from sparsek_kernels.common.descriptors import describe_matrix
-from sparsek_kernels.common.recording import Replay, Tensors, recording, run
+from sparsek_kernels.common.recording import Replay, Tensors, compiling, recording, run
 from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention, write_kv
 from sparsek_kernels.paged import replay as replay_module
 from sparsek_kernels.paged import scratch as scratch_module
@@ -53,6 +53,8 @@ POLICIES = {
 }
 STREAM = 77
 SCRATCH = ("size", "align")
+LATER = {"gsan_enabled": False, "arg_annotations": (), "kernel_signature": b""}
+"""What later launchers of Triton have."""
 
 Note = tuple[str, tuple[int, ...], list[Any]]
 
@@ -481,13 +483,14 @@ def test_a_replay_calls_what_the_launcher_would_call(kind: str, notes: list[Note
     assert not seen  # nothing is launched to find out
     before = launcher.calls[0]
     replay((other,), 0)
-    assert launcher.calls[0] - before == (kind != "flat")
+    assert launcher.calls[0] - before == (kind == "scratch")
     own = (other.data_ptr(), 3)
     rest = ("metadata", None, None, None)
     tail = (*rest, own) if kind == "nested" else ("pdl", *rest, *own)
     assert seen == [(2, 1, 1, STREAM, "kernel", *tail)]
 
 
+@pytest.mark.usefixtures("encoded")
 def test_a_replay_ends_in_the_call_that_tritons_launcher_makes(notes: list[Note]) -> None:
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     seen: list[Any] = []
@@ -498,7 +501,7 @@ def test_a_replay_ends_in_the_call_that_tritons_launcher_makes(notes: list[Note]
         launch_pdl=True,
         num_ctas=1,
         **{f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in SCRATCH},
-        **{"gsan_enabled": False, "arg_annotations": (), "kernel_signature": b""},  # later ones
+        **LATER,
     )
     kernel, x, other = SpiedKernel("kernel", ["x", "SIZE"], notes), torch.zeros(8), torch.zeros(8)
     kernel.run = launcher
@@ -532,7 +535,8 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(address)
         return Map(address, *(tuple(x) if isinstance(x, list) else x for x in parts))
 
-    active = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=encode))
+    names = ("fill_tma_descriptor", "fill_tma_descriptor_tiled")  # the latter from Triton 3.7 on
+    active = SimpleNamespace(utils=SimpleNamespace(**dict.fromkeys(names, encode)))
     monkeypatch.setattr(driver.triton.runtime, "driver", SimpleNamespace(active=active))
     return found
 
@@ -546,13 +550,18 @@ def launcher_of_matrices(count: int, seen: list[Any]) -> Any:
     metas = [{"swizzle": index, **meta} for index in range(count)]
     if not hasattr(driver, "make_tensordesc_arg"):
         pytest.skip("a Triton that passes descriptors on otherwise")
+
+    def note(*args: Any) -> None:  # later versions end with a list or a tuple
+        seen.append((*args[:-1], *args[-1]) if isinstance(args[-1], list | tuple) else args)
+
     launcher = object.__new__(driver.CudaLauncher)
     vars(launcher).update(
-        launch=driver.wrap_handle_tensordesc(lambda *args: seen.append(args), signature, metas),
+        launch=driver.wrap_handle_tensordesc(note, signature, metas),
         launch_cooperative_grid=False,
         launch_pdl=True,
         num_ctas=1,
         **{f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in SCRATCH},
+        **LATER,
     )
     return launcher
 
@@ -675,6 +684,18 @@ def test_tensors_that_cannot_be_told_apart_are_counted_and_logged_once(
             run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
         assert list(counted.values()) == [calls]
     assert ["share an address or a storage" in message for message in caplog.messages] == [True]
+
+
+def test_what_is_only_compiled_is_not_launched() -> None:
+    kernel = mock.MagicMock()
+    with compiling(2):
+        run(kernel, (3,), 1, SIZE=2, num_warps=4)
+    kernel.warmup.assert_called_once_with(1, grid=(3,), SIZE=2, num_warps=4)
+    kernel.__getitem__.assert_not_called()
+    with pytest.raises(KeyError), compiling(2):
+        raise KeyError
+    run(kernel, (3,), 1, SIZE=2)
+    kernel.__getitem__.assert_called_once_with((3,))
 
 
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:

@@ -15,19 +15,20 @@ TESTS = "tests/vllm_backend"
 
 INTRODUCTION = """# Features
 
-What of vLLM works together with `--attention-backend SPARSEK`.
+What of vLLM works together with `--attention-backend SPARSEK`. Features with the same limit share a
+row.
 
 *Served* means that a test runs an engine, or a layer as vLLM builds it, with the feature and
 compares. While the budget covers the context, tokens or log-probabilities equal a dense backend's.
 While queries select blocks, tokens equal the tokens of an engine without the feature. *Refused*
-means that the server does not start: its message names the feature, and the note here says what to
-do instead.
-*Where* says on which machines the proof runs. The last column is the proof, below
-`tests/vllm_backend`.
+means that the server does not start: its message names the feature, and the note says what to do
+instead. *Where* is where the test runs; [matrix.py](../tests/vllm_backend/features/matrix.py) names
+the tests of each feature, and makes this page (`python -m tests.vllm_backend.features.matrix`).
 
-Not in the tables: multi-step scheduling, an option that no supported version has.
-
-This page is generated: `python -m tests.vllm_backend.features.matrix`.
+Attention layers may have MHA, GQA or MQA, head sizes of 32 to 256 (multiples of 8) and fp32, bf16
+or fp16. A model's own sliding windows, chunks and learned sink logits are kept exactly, in every
+mode. Layers whose class asks no backend, values of another head size than keys and anything else
+that is not served stop the start, with the reason and the remedy.
 """
 
 
@@ -67,7 +68,7 @@ def _request(feature: str, name: str | None = None) -> Row:
 MATRIX: dict[str, tuple[Row, ...]] = {
     "Models": (
         Row(
-            "Llama, grouped queries",
+            "Llama (grouped queries)",
             SERVED,
             (f"{PARITY}::test_eight_at_once", f"{GPU}::test_budget_over_context_equals_flash"),
         ),
@@ -513,14 +514,17 @@ def proofs() -> set[str]:
 
 def render() -> str:
     """The page."""
-    parts = [INTRODUCTION]
+    lines = ["| | feature | | where | note |", "|---|---|---|---|---|"]
     for name, rows in MATRIX.items():
-        lines = [f"## {name}\n", "| feature | | where | note | proof |", "|---|---|---|---|---|"]
+        alike: dict[tuple[str, str, str], list[str]] = {}
         for row in rows:
-            found = "<br>".join(f"`{proof}`" for proof in row.proofs)
-            lines.append(f"| {row.feature} | {row.outcome} | {row.where} | {row.note} | {found} |")
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+            alike.setdefault((row.outcome, row.where, row.note), []).append(row.feature)
+        names = [name, *[""] * (len(alike) - 1)]
+        lines += [
+            f"| {first} | {'; '.join(found)} | {' | '.join(key)} |"
+            for first, (key, found) in zip(names, alike.items(), strict=True)
+        ]
+    return "\n".join((INTRODUCTION, *lines, ""))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
+from sparsek_kernels.common.kernels.gluon_names import (
+    async_load,
+    reinterpret,
+    thread_barrier,
+    tma_load,
+)
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -110,16 +115,16 @@ def _load_partition(
     PER_BLOCK: gl.constexpr = BLOCK // ROWS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX: gl.constexpr = q_desc.layout
-    q_box = q_smem._reinterpret(q_smem.dtype, [STAGES, 1, ROWS, 1, HEAD_DIM], BOX)
-    g_box = g_smem._reinterpret(q_smem.dtype, [STAGES, 1, ROWS, 1, HEAD_DIM], BOX)
-    k_box = k_smem._reinterpret(q_smem.dtype, [2, 1, ROWS, 1, HEAD_DIM], BOX)
-    v_box = v_smem._reinterpret(q_smem.dtype, [2, 1, ROWS, 1, HEAD_DIM], BOX)
+    q_box = reinterpret(q_smem, q_smem.dtype, [STAGES, 1, ROWS, 1, HEAD_DIM], BOX)
+    g_box = reinterpret(g_smem, q_smem.dtype, [STAGES, 1, ROWS, 1, HEAD_DIM], BOX)
+    k_box = reinterpret(k_smem, q_smem.dtype, [2, 1, ROWS, 1, HEAD_DIM], BOX)
+    v_box = reinterpret(v_smem, q_smem.dtype, [2, 1, ROWS, 1, HEAD_DIM], BOX)
     if count > 0:
         mbarrier.expect(kv_full, 2 * PER_BLOCK * k_desc.block_type.nbytes)
         for i in gl.static_range(PER_BLOCK):
             at = [batch, column * BLOCK + i * ROWS, kv_head, 0]
-            tma.async_copy_global_to_shared(k_desc, at, kv_full, k_box.index(i))
-            tma.async_copy_global_to_shared(v_desc, at, kv_full, v_box.index(i))
+            tma_load(k_desc, at, kv_full, k_box.index(i))
+            tma_load(v_desc, at, kv_full, v_box.index(i))
     step = 0
     block = gl.load(row_ptr + begin, mask=count > 0, other=0)
     for entry in range(count):
@@ -131,23 +136,15 @@ def _load_partition(
             free = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(q_empty.index(stage), free)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc, [batch, row, member, 0], q_full.index(stage), q_box.index(stage)
-            )
+            tma_load(q_desc, [batch, row, member, 0], q_full.index(stage), q_box.index(stage))
             mbarrier.wait(g_empty.index(stage), free)
             mbarrier.expect(g_full.index(stage), g_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                g_desc, [batch, row, member, 0], g_full.index(stage), g_box.index(stage)
-            )
+            tma_load(g_desc, [batch, row, member, 0], g_full.index(stage), g_box.index(stage))
             at = row + gl.arange(0, ROWS, LANES)
             flat = (batch.to(gl.int64) * num_heads + member) * num_q + at
             exists = at < num_q
-            async_copy.async_copy_global_to_shared(
-                lse_smem.index(stage), lse_ptr + flat, mask=exists
-            )
-            async_copy.async_copy_global_to_shared(
-                delta_smem.index(stage), delta_ptr + flat, mask=exists
-            )
+            async_load(lse_smem.index(stage), lse_ptr + flat, mask=exists)
+            async_load(delta_smem.index(stage), delta_ptr + flat, mask=exists)
             async_copy.mbarrier_arrive(g_full.index(stage), increment_count=False)
             step += 1
         block = after
@@ -279,8 +276,8 @@ def _compute_partition(
         # The second warpgroup hands its sums to the first in the buffers that it alone has used.
         gl.static_assert(STAGES == 4)
         SUM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], gl.float32)
-        dk_sum = q_smem._reinterpret(gl.float32, [2, ROWS, HEAD_DIM], SUM).index(1)
-        dv_sum = g_smem._reinterpret(gl.float32, [2, ROWS, HEAD_DIM], SUM).index(1)
+        dk_sum = reinterpret(q_smem, gl.float32, [2, ROWS, HEAD_DIM], SUM).index(1)
+        dv_sum = reinterpret(g_smem, gl.float32, [2, ROWS, HEAD_DIM], SUM).index(1)
         if INDEX == 1:
             dk_sum.store(dk)
             dv_sum.store(dv)

@@ -11,12 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_load
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -91,10 +91,10 @@ def _load_partition(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     PER_BLOCK: gl.constexpr = BLOCK // KEYS
     BOX: gl.constexpr = q_desc.layout
-    q_box = q_smem._reinterpret(q_smem.dtype, [2, 1, ROWS, 1, HEAD_DIM], BOX)
-    g_box = g_smem._reinterpret(q_smem.dtype, [2, 1, ROWS, 1, HEAD_DIM], BOX)
-    k_box = k_smem._reinterpret(q_smem.dtype, [STAGES, 1, KEYS, 1, HEAD_DIM], BOX)
-    v_box = v_smem._reinterpret(q_smem.dtype, [STAGES, 1, KEYS, 1, HEAD_DIM], BOX)
+    q_box = reinterpret(q_smem, q_smem.dtype, [2, 1, ROWS, 1, HEAD_DIM], BOX)
+    g_box = reinterpret(g_smem, q_smem.dtype, [2, 1, ROWS, 1, HEAD_DIM], BOX)
+    k_box = reinterpret(k_smem, q_smem.dtype, [STAGES, 1, KEYS, 1, HEAD_DIM], BOX)
+    v_box = reinterpret(v_smem, q_smem.dtype, [STAGES, 1, KEYS, 1, HEAD_DIM], BOX)
     fetched = 0
     for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
         valid, batch, kv_head, member, row, begin, count, _full = _place(
@@ -112,8 +112,8 @@ def _load_partition(
                 mbarrier.wait(q_empty.index(i), (turn & 1) ^ 1)
                 mbarrier.expect(q_full.index(i), 2 * q_desc.block_type.nbytes)
                 at = [batch, q_row, head, 0]
-                tma.async_copy_global_to_shared(q_desc, at, q_full.index(i), q_box.index(i))
-                tma.async_copy_global_to_shared(g_desc, at, q_full.index(i), g_box.index(i))
+                tma_load(q_desc, at, q_full.index(i), q_box.index(i))
+                tma_load(g_desc, at, q_full.index(i), g_box.index(i))
             for tile in range(count * PER_BLOCK):
                 stage = fetched % STAGES
                 free = ((fetched // STAGES) & 1) ^ 1
@@ -121,10 +121,10 @@ def _load_partition(
                 at = [batch, block * BLOCK + tile % PER_BLOCK * KEYS, kv_head, 0]
                 mbarrier.wait(k_empty.index(stage), free)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_box.index(stage))
+                tma_load(k_desc, at, k_full.index(stage), k_box.index(stage))
                 mbarrier.wait(v_empty.index(stage), free)
                 mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_box.index(stage))
+                tma_load(v_desc, at, v_full.index(stage), v_box.index(stage))
                 fetched += 1
 
 

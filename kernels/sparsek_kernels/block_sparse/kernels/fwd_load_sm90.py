@@ -7,9 +7,9 @@ keys and values through shared memory with TMA.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import thread_barrier, tma_load
 
 ROWS: gl.constexpr = gl.constexpr(64)
 KEYS: gl.constexpr = gl.constexpr(128)
@@ -127,7 +127,7 @@ def _load_tile(
         block = gl.load(col_ptr + begin + entry + i, mask=inside, other=NO_BLOCK)
         at = gl.where(inside, first_row + block * BLOCK, NO_BLOCK * ROWS)
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
+            tma_load(
                 desc, [at, column + part * 64], full.index(stage),
                 smem.index((stage * PARTS + part) * PER_TILE + i),
             )  # fmt: skip
@@ -168,7 +168,7 @@ def load_partition(
                     head = kv_head * GROUP + gl.minimum(member + i, GROUP - 1)
                     q_row = row
                 for part in gl.static_range(PARTS):
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         q_desc, [batch * q_batch_rows + q_row, head * q_head_cols + part * 64],
                         q_full.index(slot), q_smem.index((slot * 2 + i) * PARTS + part),
                     )  # fmt: skip

@@ -32,7 +32,8 @@ from sparsek_kernels.block_sparse.kernels.fwd_load_sm90 import (
     plan_partition,
     take_plan,
 )
-from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_store
 from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
 
@@ -127,7 +128,7 @@ def _store(
     thread_barrier()
     for part in gl.static_range(PARTS):
         box = out_smem.index(INDEX * PARTS + part)
-        tma.async_copy_shared_to_global(out_desc, [batch, row, head, part * 64], box)
+        tma_store(out_desc, [batch, row, head, part * 64], box)
 
 
 @gluon.jit
@@ -244,10 +245,10 @@ def block_sparse_hopper_fwd_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BLOCK, 64], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * BOXES, BLOCK, 64], v_desc.layout)
     out_smem = gl.allocate_shared_memory(dtype, [2 * PARTS, 1, ROWS, 1, 64], out_desc.layout)
-    q_wide = q_smem._reinterpret(dtype, [4, ROWS, HEAD_DIM], Q_WIDE)
-    k_wide = k_smem._reinterpret(dtype, [STAGES, KEYS, HEAD_DIM], K_WIDE)
-    v_wide = v_smem._reinterpret(dtype, [STAGES, KEYS, HEAD_DIM], K_WIDE)
-    out_wide = out_smem._reinterpret(dtype, [2, ROWS, HEAD_DIM], Q_WIDE)
+    q_wide = reinterpret(q_smem, dtype, [4, ROWS, HEAD_DIM], Q_WIDE)
+    k_wide = reinterpret(k_smem, dtype, [STAGES, KEYS, HEAD_DIM], K_WIDE)
+    v_wide = reinterpret(v_smem, dtype, [STAGES, KEYS, HEAD_DIM], K_WIDE)
+    out_wide = reinterpret(out_smem, dtype, [2, ROWS, HEAD_DIM], Q_WIDE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plans = gl.allocate_shared_memory(gl.int32, [PLANS * FIELDS, 1], FLAT)
     plan_full, plan_empty = ring_barriers(PLANS, 1, 3)

@@ -1,11 +1,8 @@
-"""Barriers of Hopper's kernels (Gluon): of a partition's threads, and of rings of buffers."""
+"""Barriers of rings of buffers, for Hopper's kernels (Gluon)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-# Triton 3.6 calls it thread_barrier, later versions barrier.
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.page_records.launch_write import record_warps, write_records
 from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.record import view_records
+from sparsek_kernels.paged.scratch import overlap_options
 from sparsek_kernels.paged.write.kernels.write import write_kv_kernel
 
 TOGETHER = 256
@@ -48,7 +49,8 @@ def write_kv(
         *k_cache.stride()[:3], *v_cache.stride()[:3], *key.stride()[:2], *value.stride()[:2],
         strides,
         NUM_HEADS=heads, HEAD_DIM=dim, BLOCK_D=block_d, BLOCK_H=block_h, PAGE_SIZE=page_size,
-        RECORDS=together, num_warps=record_warps(k_cache) if together else 4,
+        RECORDS=together, TRIGGER=overlap_options(k_cache.device, together)["OVERLAP"],
+        num_warps=record_warps(k_cache) if together else 4,
     )  # fmt: skip
     if k_summary is not None and not together:
         write_records(k_cache, k_summary, slot_mapping)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from sparsek_kernels.common.kernels.gluon_names import tma_load, tma_store
 from sparsek_kernels.common.kernels.masks import window_query_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
 from sparsek_kernels.common.kernels.softmax import LOG2E
@@ -139,12 +140,8 @@ def load_partition(
     if m_all > 0:
         key = k_start + block * BLOCK_N
         mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_desc, [batch * k_batch_rows + key, kv_head * k_head_cols], kv_full, k_smem
-        )
-        tma.async_copy_global_to_shared(
-            v_desc, [batch * v_batch_rows + key, kv_head * v_head_cols], kv_full, v_smem
-        )
+        tma_load(k_desc, [batch * k_batch_rows + key, kv_head * k_head_cols], kv_full, k_smem)
+        tma_load(v_desc, [batch * v_batch_rows + key, kv_head * v_head_cols], kv_full, v_smem)
     LANES: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     for step in range(GROUP * m_all):
         member, m_block = place_step(step, m_all, GROUP, WINDOWED)
@@ -154,14 +151,14 @@ def load_partition(
         stage = step % Q_STAGES
         mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
         mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
+        tma_load(
             q_desc, [batch * q_batch_rows + row, head * q_head_cols], q_full.index(stage),
             q_smem.index(stage),
         )  # fmt: skip
         stage = step % G_STAGES
         mbarrier.wait(g_empty.index(stage), ((step // G_STAGES) & 1) ^ 1)
         mbarrier.expect(g_full.index(stage), dout_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
+        tma_load(
             dout_desc, [batch * g_batch_rows + row, head * g_head_cols], g_full.index(stage),
             dout_smem.index(stage),
         )  # fmt: skip
@@ -205,7 +202,7 @@ def add_partition(
                 seen = load_flag(order_ptr + flag)
         place = [head * num_q + q_start + row, 0]
         if OVERWRITES and turn == 0:
-            tma.async_copy_shared_to_global(dq_desc, place, dq_smem)
+            tma_store(dq_desc, place, dq_smem)
         else:
             tma_add(dq_desc, place, dq_smem)
         tma.store_wait(0)

@@ -2,8 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparsek_kernels.common.kernels.gluon_names import tma_load
 from sparsek_kernels.common.kernels.masks import window_key_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
 from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
@@ -100,29 +101,21 @@ def load_partition(
                         place = [q_row + i * ROWS, head * q_head_cols]
                     mbarrier.wait(q_empty.index(i), (done & 1) ^ 1)
                     mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(q_desc, place, q_full.index(i), q_smem.index(i))
+                    tma_load(q_desc, place, q_full.index(i), q_smem.index(i))
                 if HAS_SINK_KEYS:
                     mbarrier.wait(sink_empty, (done & 1) ^ 1)
                     mbarrier.expect(sink_full, 2 * sink_k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        sink_k_desc, [k_row, k_col], sink_full, sink_k_smem
-                    )
-                    tma.async_copy_global_to_shared(
-                        sink_v_desc, [v_row, v_col], sink_full, sink_v_smem
-                    )
+                    tma_load(sink_k_desc, [k_row, k_col], sink_full, sink_k_smem)
+                    tma_load(sink_v_desc, [v_row, v_col], sink_full, sink_v_smem)
                 for j in range(n_all):
                     stage = count % STAGES
                     free = ((count // STAGES) & 1) ^ 1
                     key = start + j * BLOCK_N
                     mbarrier.wait(k_empty.index(stage), free)
                     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        k_desc, [k_row + key, k_col], k_full.index(stage), k_smem.index(stage)
-                    )
+                    tma_load(k_desc, [k_row + key, k_col], k_full.index(stage), k_smem.index(stage))
                     mbarrier.wait(v_empty.index(stage), free)
                     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        v_desc, [v_row + key, v_col], v_full.index(stage), v_smem.index(stage)
-                    )
+                    tma_load(v_desc, [v_row + key, v_col], v_full.index(stage), v_smem.index(stage))
                     count += 1
                 done += 1

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import async_load, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -88,21 +88,19 @@ def _split_partition(
     k_step = octet_kt.to(gl.int64) * (8 * BLOCK_N)
     v_step = octet_vt.to(gl.int64) * (8 * BLOCK_N)
     _wait_for_kernel_before()
-    async_copy.async_copy_global_to_shared(
-        q_smem.slice(INDEX * SHARE, SHARE), q_base + q_offs, mask=(row < num_q)[:, None]
-    )
+    async_load(q_smem.slice(INDEX * SHARE, SHARE), q_base + q_offs, mask=(row < num_q)[:, None])
     async_copy.mbarrier_arrive(q_full, increment_count=False)
     # In the order of use: k_0, k_1, v_0, k_2, v_1, .. v_last.
     for c in gl.static_range(CHUNKS + 1):
         if c < CHUNKS:
-            async_copy.async_copy_global_to_shared(
+            async_load(
                 k_smem.index(INDEX * CHUNKS + c),
                 k_ptrs + c * k_step,
                 mask=(key + c * BLOCK_N < num_k)[:, None],
             )
             async_copy.commit_group()
         if c > 0:
-            async_copy.async_copy_global_to_shared(
+            async_load(
                 v_smem.index(INDEX * CHUNKS + c - 1),
                 v_ptrs + (c - 1) * v_step,
                 mask=(key + (c - 1) * BLOCK_N < num_k)[:, None],

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparsek_kernels.common.kernels.gluon_names import tma_load
 from sparsek_kernels.common.kernels.masks import last_key
 from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS, arranged_key
@@ -161,7 +162,7 @@ def load_partition(
                     slot = done % Q_STAGES * 2 + i
                     mbarrier.wait(q_empty.index(slot), ((done // Q_STAGES) & 1) ^ 1)
                     mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         q_desc, [q_row + i * ROWS, head * q_head_cols], q_full.index(slot),
                         q_smem.index(slot),
                     )  # fmt: skip
@@ -170,12 +171,12 @@ def load_partition(
                     free = ((count // STAGES) & 1) ^ 1
                     mbarrier.wait(k_empty.index(stage), free)
                     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         k_desc, [k_row + j * KEYS, col], k_full.index(stage), k_smem.index(stage)
                     )
                     mbarrier.wait(v_empty.index(stage), free)
                     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         v_desc, [k_row + j * KEYS, col], v_full.index(stage), v_smem.index(stage)
                     )
                     count += 1

@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
+from sparsek_kernels.common.kernels.gluon_names import thread_barrier, tma_load
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.kernels.tiles import locate_rows
 from sparsek_kernels.nsa.select.kernels.scores import with_spill
@@ -32,7 +32,7 @@ def _load_partition(k_desc, k_smem, full, empty, row, col, steps, STAGES: gl.con
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
+        tma_load(
             k_desc, [row + step * k_desc.block_type.shape[0], col], full.index(stage),
             k_smem.index(stage),
         )  # fmt: skip

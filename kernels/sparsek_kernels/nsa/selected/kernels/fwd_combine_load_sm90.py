@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import async_load, thread_barrier
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import is_near
 
 COPY_WARPS: gl.constexpr = gl.constexpr(4)
@@ -121,7 +121,7 @@ def _copy_rows(
         row = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE))
         held = mask_smem.slice(chunk * CHUNK, CHUNK).load(gl.SliceLayout(1, WIDE))
         at = (row // BLOCK_G * octet_t + row % BLOCK_G * octet_r).to(gl.int64) * 8
-        async_copy.async_copy_global_to_shared(
+        async_load(
             tile.slice(chunk * CHUNK, CHUNK),
             base_ptr + at[:, None] + col,
             mask=(((held >> bit) & 1) != 0)[:, None],

@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import softmax_step
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import ROW_SIZES, is_near
@@ -82,8 +83,8 @@ def _compute_partition(
     zero_s = gl.zeros([ROWS, SEL_BLOCK], gl.float32, S_LAYOUT)
     scale_log2 = scale * LOG2E
     heads = num_kv_heads * GROUP
-    weight_table = weight_smem._reinterpret(
-        gl.float32, [BLOCK_S, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    weight_table = reinterpret(
+        weight_smem, gl.float32, [BLOCK_S, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     q_smem, q_full, q_empty = queries
     count = 0

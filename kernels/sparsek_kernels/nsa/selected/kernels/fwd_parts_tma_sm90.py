@@ -15,7 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
+from sparsek_kernels.common.kernels.gluon_names import (
+    reinterpret,
+    thread_barrier,
+    tma_load,
+    tma_store,
+)
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
@@ -50,7 +56,7 @@ def _load_tile(
         row = _pick(rows, e)
         for half in gl.static_range(HALVES):
             box = boxes.index((stage * HALVES + half) * BLOCK_E + e)
-            tma.async_copy_global_to_shared(q_desc, [batch, row, head, half * COLS], barrier, box)
+            tma_load(q_desc, [batch, row, head, half * COLS], barrier, box)
 
 
 @gluon.jit
@@ -64,7 +70,7 @@ def _store_tile(
         if e < count:
             for half in gl.static_range(HALVES):
                 box = boxes.index((stage * HALVES + half) * BLOCK_E + e)
-                tma.async_copy_shared_to_global(part_desc, [0, slot, 0, half * COLS], box)
+                tma_store(part_desc, [0, slot, 0, half * COLS], box)
     tma.store_wait(0)
 
 
@@ -85,16 +91,16 @@ def _copy_partition(
     BLOCK_E: gl.constexpr = ROWS // GROUP
     # In a tile's memory, all rows of the first 64 columns come before all rows of the next 64.
     BOXES: gl.constexpr = STAGES * (HEAD_DIM // COLS) * BLOCK_E
-    boxes = tile_smem._reinterpret(dtype, [BOXES, 1, 1, GROUP, COLS], BOX_LAYOUT)
+    boxes = reinterpret(tile_smem, dtype, [BOXES, 1, 1, GROUP, COLS], BOX_LAYOUT)
     steps = (entry_end - entry + BLOCK_E - 1) // BLOCK_E
     head = kv_head * GROUP
     if steps > 0:
         key_box: gl.constexpr = [1, BLOCK_N, 1, HEAD_DIM]
-        k_box = k_smem._reinterpret(dtype, key_box, BOX_LAYOUT)
-        v_box = v_smem._reinterpret(dtype, key_box, BOX_LAYOUT)
+        k_box = reinterpret(k_smem, dtype, key_box, BOX_LAYOUT)
+        v_box = reinterpret(v_smem, dtype, key_box, BOX_LAYOUT)
         mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [batch, first_token, kv_head, 0], kv_full, k_box)
-        tma.async_copy_global_to_shared(v_desc, [batch, first_token, kv_head, 0], kv_full, v_box)
+        tma_load(k_desc, [batch, first_token, kv_head, 0], kv_full, k_box)
+        tma_load(v_desc, [batch, first_token, kv_head, 0], kv_full, v_box)
         for step in range(gl.minimum(steps, STAGES)):
             rows = _load_listed(entry_rows_ptr, entry, step, entry_end, BLOCK_E)
             _load_tile(q_desc, rows, boxes, full, step, batch, head, HEAD_DIM, BLOCK_E)
@@ -131,8 +137,8 @@ def _compute_partition(
     BLOCK_E: gl.constexpr = ROWS // GROUP
     HALVES: gl.constexpr = HEAD_DIM // COLS
     # Both halves of the output at once would not fit into the registers.
-    v_halves = v_smem._reinterpret(dtype, [HALVES, BLOCK_N, COLS], v_smem.layout)
-    out_halves = tile_smem._reinterpret(dtype, [STAGES * HALVES, ROWS, COLS], tile_smem.layout)
+    v_halves = reinterpret(v_smem, dtype, [HALVES, BLOCK_N, COLS], v_smem.layout)
+    out_halves = reinterpret(tile_smem, dtype, [STAGES * HALVES, ROWS, COLS], tile_smem.layout)
     steps = (entry_end - entry + BLOCK_E - 1) // BLOCK_E
     offs_r = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     scale_log2 = scale * LOG2E

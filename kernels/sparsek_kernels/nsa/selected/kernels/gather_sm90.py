@@ -2,7 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from sparsek_kernels.common.kernels.gluon_names import async_load
 
 GATHER_WARPS: gl.constexpr = gl.constexpr(4)
 CHUNK: gl.constexpr = gl.constexpr(32)
@@ -28,6 +29,4 @@ def copy_rows(
         head = kv_head * GROUP + gl.minimum(offs % BLOCK_G, GROUP - 1)
         row = rows.slice(chunk * CHUNK, CHUNK).load(gl.SliceLayout(1, WIDE))
         at = (row.to(gl.int64) * octet_t + head.to(gl.int64) * octet_h) * 8
-        async_copy.async_copy_global_to_shared(
-            tile.slice(chunk * CHUNK, CHUNK), base_ptr + at[:, None] + col
-        )
+        async_load(tile.slice(chunk * CHUNK, CHUNK), base_ptr + at[:, None] + col)

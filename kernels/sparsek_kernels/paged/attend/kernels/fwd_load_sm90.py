@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparsek_kernels.common.kernels.gluon_names import tma_load
 from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.tiles import (
     TOP_K,
@@ -84,10 +85,8 @@ def load_pair(
     bottom = gl.where(page_1 < 0, NO_ROW, head_row + page_1 * page_rows + row_1)
     for part in gl.static_range(PARTS):
         buffer = first_buffer + 2 * part
-        tma.async_copy_global_to_shared(desc, [top, column + part * 64], full, smem.index(buffer))
-        tma.async_copy_global_to_shared(
-            desc, [bottom, column + part * 64], full, smem.index(buffer + 1)
-        )
+        tma_load(desc, [top, column + part * 64], full, smem.index(buffer))
+        tma_load(desc, [bottom, column + part * 64], full, smem.index(buffer + 1))
 
 
 @gluon.jit
@@ -129,7 +128,7 @@ def load_partition(
                 mbarrier.wait(q_empty.index(i), (done & 1) ^ 1)
                 mbarrier.expect(q_full.index(i), PARTS * BOX_BYTES)
                 for part in gl.static_range(PARTS):
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         q_desc, [token_of_zero + start, head * q_head_cols + part * 64],
                         q_full.index(i), q_smem.index(i * PARTS + part),
                     )  # fmt: skip

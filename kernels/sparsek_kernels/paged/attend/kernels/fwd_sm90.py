@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
 from sparsek_kernels.paged.attend.kernels.fwd_load_sm90 import ROWS, load_partition, place
@@ -206,9 +206,9 @@ def attend_hopper_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [2 * PARTS, ROWS, 64], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS * 2, ROWS, 64], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS * 2, ROWS, 64], v_desc.layout)
-    q_wide = q_smem._reinterpret(dtype, [2, ROWS, HEAD_DIM], WIDE)
-    k_wide = k_smem._reinterpret(dtype, [STAGES, PAIR, HEAD_DIM], WIDE)
-    v_wide = v_smem._reinterpret(dtype, [STAGES, PAIR, HEAD_DIM], WIDE)
+    q_wide = reinterpret(q_smem, dtype, [2, ROWS, HEAD_DIM], WIDE)
+    k_wide = reinterpret(k_smem, dtype, [STAGES, PAIR, HEAD_DIM], WIDE)
+    v_wide = reinterpret(v_smem, dtype, [STAGES, PAIR, HEAD_DIM], WIDE)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)

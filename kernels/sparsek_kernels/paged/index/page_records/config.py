@@ -30,20 +30,15 @@ def first_key(policy: SelectionPolicy, rows: int) -> int:
     return ((127 - octave) << 2) - (KEYS - 1)
 
 
-def weigh_segments(segments: int, multiprocessors: int) -> int:
-    """Far segments of a program of ``weigh_cells_kernel``: a multiple of 8.
-
-    Args:
-        segments: of all requests and KV heads.
-    """
-    each = ceil_div(segments, 16 * multiprocessors)
-    return min(max(ceil_div(each, 8) * 8, 8), 16)
+MOST_EACH = 16
+"""Far segments of a program of ``weigh_cells_kernel`` where not all of them run at once."""
 
 
-def weigh_programs(jobs: int, segments: int, near: int, multiprocessors: int) -> int:
-    """Programs of ``weigh_cells_kernel`` for the far segments of each job, at most.
+def weigh_shares(jobs: int, segments: int, near: int, multiprocessors: int) -> tuple[int, int]:
+    """Programs of ``weigh_cells_kernel`` for the far segments of each job, and how many of them run
+    at once.
 
-    Those that find nothing cost time to start.  Where 32 segments each let all of them run at once,
+    Those that find nothing cost time to start.  Where 40 segments each let all of them run at once,
     16 on a multiprocessor, there are no more than that.
 
     Args:
@@ -51,14 +46,19 @@ def weigh_programs(jobs: int, segments: int, near: int, multiprocessors: int) ->
         segments: of the longest context.
         near: programs of each job for near segments.
     """
-    at_once = 16 * multiprocessors // jobs - near
-    return at_once if 32 * at_once >= segments else ceil_div(64 * multiprocessors, jobs)
+    at_once = max(16 * multiprocessors // jobs - near, 1)
+    if 40 * at_once >= segments:
+        programs = min(ceil_div(segments, 2), at_once)
+    else:
+        programs = min(ceil_div(segments, MOST_EACH), ceil_div(64 * multiprocessors, jobs))
+    return programs, min(at_once, programs)
 
 
 def cut_segments(jobs: int, segments: int, columns: int, multiprocessors: int) -> int:
     """Segments of a program of ``cut_cells_kernel``: 64 to 512.
 
-    As few as let all programs run at once, and no more than there is shared memory for.
+    As few as let all programs run at once, and no more than there is shared memory for.  An eighth
+    more is let pass: a server's contexts are a power of two and room for an answer.
 
     Args:
         jobs: requests times KV heads.
@@ -69,7 +69,7 @@ def cut_segments(jobs: int, segments: int, columns: int, multiprocessors: int) -
         members = ceil_div(segments, size)
         # Programs of a job wait for one another: few of them are faster where that leaves enough.
         many = 2 if members > 8 and columns <= 8 else 4
-        if jobs * members <= many * multiprocessors:
+        if 8 * jobs * members <= 9 * many * multiprocessors:
             break
         size *= 2
     return size

@@ -8,9 +8,9 @@ from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.index.page_records.config import (
     KEYS,
+    MOST_EACH,
     cut_segments,
-    weigh_programs,
-    weigh_segments,
+    weigh_shares,
 )
 from sparsek_kernels.paged.index.page_records.kernels.cut_sm80 import WARPS, cut_cells_kernel
 from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import weigh_cells_kernel
@@ -55,12 +55,11 @@ def _choose_some(
     lengths = (batch.seq_lens[first:], batch.cu_seqlens_q[first:])
     sms = multiprocessors(device)
     parts = max(columns // 8, 1)
-    segments = weigh_segments((1 << 30) if fixed_order else jobs * parts * width, sms)
     near = call.policy.sink_blocks // call.policy.segment_blocks
     near += 2 if shape.QUERY_LEN > 1 else 1
-    programs = ceil_div(width, segments)
+    programs, at_once = ceil_div(width, MOST_EACH), 1
     if not fixed_order:
-        programs = min(programs, weigh_programs(jobs * parts, width, near, sms))
+        programs, at_once = weigh_shares(jobs * parts, width, near, sms)
     sums = near + programs
     size = 64 if fixed_order else cut_segments(jobs, width, columns, sms)
     members = ceil_div(width, size)
@@ -86,7 +85,7 @@ def _choose_some(
         call.qk_scale,
         call.policy.dense_below,
         sums,
-        segments,
+        at_once,
         width,
         q.stride()[:2],
         operands.k_cache.stride()[:3],
@@ -101,7 +100,7 @@ def _choose_some(
     run(
         cut_cells_kernel, (jobs * members,),
         out, counts, counters, weights.view(torch.uint8), tops, gains, states, *lengths,
-        call.policy.dense_below, members, sums, segments, width,
+        call.policy.dense_below, members, sums, at_once, width,
         out.stride()[:2],
         RULE=rule, SHAPE=shape, TURNS=size // 16, num_warps=WARPS.value, **overlap_options(device),
     )  # fmt: skip

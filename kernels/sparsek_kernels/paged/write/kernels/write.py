@@ -55,13 +55,15 @@ def write_kv_kernel(
     stride_xt, stride_xh,
     record_strides,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, RECORDS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RECORDS: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """One program: one token, ``BLOCK_H`` KV heads.
 
     With ``RECORDS`` there is one head, and the record of the segment of which the token's slot is
-    the last one.
+    the last one.  With ``TRIGGER`` a next kernel that waits for this one may start meanwhile.
     """
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     if slot < 0:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier
 from sparsek_kernels.paged.index.page_records.kernels.counts_sm80 import (
     add_scores,
     clear_counters,
@@ -250,18 +250,18 @@ def shares_of_keys(
     return gl.max(first, axis=0), share0, share1, before, gl.sum(t0 * share0 + t1 * share1, axis=0)
 
 
-@gluon.jit(do_not_specialize=["dense_below", "members", "sums", "segments", "width"])
+@gluon.jit(do_not_specialize=["dense_below", "members", "sums", "at_once", "width"])
 def cut_cells_kernel(
     out_ptr, count_ptr, counter_ptr, weights_ptr, tops_ptr, gains_ptr, state_ptr,
     seq_lens_ptr, cu_seqlens_ptr,
-    dense_below, members, sums, segments, width, out_strides,
+    dense_below, members, sums, at_once, width, out_strides,
     RULE: gl.constexpr, SHAPE: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Entries of the cells that are drawn for requests, ``[R, Hkv, SCORED_BLOCKS]`` int32.
 
     ``members`` programs for each request and KV head.  ``sums``: partial sums of each at most, of
-    ``segments`` far segments or more but for the first.  ``counter_ptr``: a zero for each request
-    and KV head.
+    programs that weigh, ``at_once`` of them at once.  ``counter_ptr``: a zero for each request and
+    KV head.
     """
     KEYS: gl.constexpr = RULE.KEYS
     GROUP: gl.constexpr = SHAPE.GROUP
@@ -346,7 +346,7 @@ def cut_cells_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [32], PLAIN1)
     states = state_ptr + job.to(gl.int64) * sums * (2 * COLUMNS)
     far = far_end - SINKS
-    parts = NEAR + gl.cdiv(far, segments_of_program(far, sums - NEAR, segments))
+    parts = NEAR + gl.cdiv(far, segments_of_program(far, sums - NEAR, at_once))
     leave_totals(states, parts, of_warps, COLUMNS, FLAT)
     thread_barrier()
     totals.store(add_totals(of_warps, LANES) - 1.0)  # a cell has two keys
@@ -355,7 +355,7 @@ def cut_cells_kernel(
     total = totals.slice(0, COLUMNS).load(gl.SliceLayout(0, SHARE))
     live = (column < QUERY_LEN * GROUP) & (column // GROUP < num_tokens)
     share = gl.where(live[None, :], gl.exp2(share - total[None, :]), 0.0)
-    shares._reinterpret(gl.int32, [SEGMENTS, COLUMNS], PLAIN2).store(twice(share))
+    reinterpret(shares, gl.int32, [SEGMENTS, COLUMNS], PLAIN2).store(twice(share))
     thread_barrier()
 
     # Keys, and how many there are of each.

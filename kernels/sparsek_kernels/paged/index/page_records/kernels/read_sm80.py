@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from sparsek_kernels.common.kernels.gluon_names import async_load, reinterpret
 from sparsek_kernels.paged.index.page_records.kernels.lanes_sm80 import (
     LANES,
     halves_of_bytes,
@@ -50,7 +50,7 @@ def copy_rows(to, records, first, second, ROWS: gl.constexpr, LIMIT: gl.constexp
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, EACH))[None, :]
     inside = (gl.arange(0, 2 * ROWS, layout=ROW) % ROWS < LIMIT)[:, None] & (word >= 0)
     at = (records + 16 * at).to(gl.pointer_type(gl.int32))[:, None] + word
-    async_copy.async_copy_global_to_shared(to, at, mask=inside)
+    async_load(to, at, mask=inside)
 
 
 @gluon.jit
@@ -118,10 +118,10 @@ def load_turn(levels, rest, PARTS: gl.constexpr, HEAD_DIM: gl.constexpr):
     MEANS: gl.constexpr = HEAD_DIM // PARTS // 8  # words of a thread
     KEPT: gl.constexpr = 2 if HEAD_DIM // PARTS < 32 else PARTS
     VARIANCES: gl.constexpr = HEAD_DIM // KEPT // 32
-    of_means = rest._reinterpret(gl.int32, [2, HEAD_DIM // MEANS, MEANS], PLAIN3)
-    of_variances = rest._reinterpret(gl.int32, [2, HEAD_DIM // VARIANCES, VARIANCES], PLAIN3)
-    of_rows = rest._reinterpret(gl.int32, [2, HEAD_DIM // W, W], PLAIN)
-    of_bytes = rest._reinterpret(gl.uint8, [2, HEAD_DIM // 2, 8], PLAIN3)
+    of_means = reinterpret(rest, gl.int32, [2, HEAD_DIM // MEANS, MEANS], PLAIN3)
+    of_variances = reinterpret(rest, gl.int32, [2, HEAD_DIM // VARIANCES, VARIANCES], PLAIN3)
+    of_rows = reinterpret(rest, gl.int32, [2, HEAD_DIM // W, W], PLAIN)
+    of_bytes = reinterpret(rest, gl.uint8, [2, HEAD_DIM // 2, 8], PLAIN3)
     means = load_parts(of_means, 0, PARTS, MEANS)
     START: gl.constexpr = mean_at(HEAD_DIM)  # of `rest`; what follows counts from it
     OF_VARIANCES: gl.constexpr = (variance_at(HEAD_DIM) - START) // (4 * VARIANCES)

@@ -10,8 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
+from sparsek_kernels.paged.index.page_records.config import MOST_EACH
 from sparsek_kernels.paged.index.page_records.kernels.lanes_sm80 import (
     LANES,
     highest_of_rows,
@@ -35,6 +36,7 @@ from sparsek_kernels.paged.index.page_records.kernels.read_sm80 import (
 NONE: gl.constexpr = gl.constexpr(-1.0e30)
 STAGES: gl.constexpr = gl.constexpr(3)
 """Turns whose records are in shared memory."""
+MOST: gl.constexpr = gl.constexpr(MOST_EACH)
 LEAST: gl.constexpr = gl.constexpr(2.0**-31)
 """The smallest weight beside the largest one of its segment."""
 
@@ -130,9 +132,14 @@ def join_state(state, lane, OFF: gl.constexpr):
 
 
 @gluon.jit
-def segments_of_program(far, programs, least):
-    """Far segments of each of some programs: a multiple of ``least``, itself a multiple of 8."""
-    return gl.cdiv(far, least * programs) * least
+def segments_of_program(far, programs, at_once):
+    """Far segments of each of some programs: as few as let all of these run at once, or 16.
+
+    So many programs share a short context in a graph that is made for long ones.
+    """
+    return 2 * gl.maximum(
+        gl.cdiv(far, 2 * programs), gl.minimum(gl.cdiv(far, 2 * at_once), MOST // 2)
+    )
 
 
 @gluon.jit
@@ -187,19 +194,19 @@ def near_sums(
     gl.store(states + 2 * n + 1, gl.where(every > NONE, sums, 0.0), mask=n < COLUMNS)
 
 
-@gluon.jit(do_not_specialize=["dense_below", "members", "segments", "width"])
+@gluon.jit(do_not_specialize=["dense_below", "members", "at_once", "width"])
 def weigh_cells_kernel(
     weights_ptr, tops_ptr, gains_ptr, state_ptr, counter_ptr, q_ptr, k_ptr, records_ptr,
     block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
-    qk_scale, dense_below, members, segments, width, q_strides, k_strides, record_strides,
+    qk_scale, dense_below, members, at_once, width, q_strides, k_strides, record_strides,
     stride_br,
     RULE: gl.constexpr, SHAPE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Weights of cells, and sums over them and over keys, for requests' rows of a KV head.
 
     A program reads the keys of one segment, of the sinks or the tokens' own, or the records of
-    others, ``segments`` of them or more, for 8 columns of scratch.  ``members`` programs for each
-    request, KV head and 8 columns.
+    others, for 8 columns of scratch.  ``members`` programs for each request, KV head and 8 columns,
+    of which ``at_once`` run at once.
     """
     GROUP: gl.constexpr = SHAPE.GROUP
     NUM_KV_HEADS: gl.constexpr = SHAPE.NUM_KV_HEADS
@@ -244,7 +251,7 @@ def weigh_cells_kernel(
     full = (position < dense_below) | ((last - gl.minimum(last, SINKS)) * 32 <= COUNT)
     if full | (num_tokens <= 0):
         return
-    segments = segments_of_program(far_end - SINKS, members - NEAR, segments)
+    segments = segments_of_program(far_end - SINKS, members - NEAR, at_once)
     begin = SINKS + (member - NEAR) * segments
     if (member >= NEAR) & (begin >= far_end):
         return
@@ -322,7 +329,7 @@ def weigh_cells_kernel(
             )  # fmt: skip
         async_copy.commit_group()
         read = load_turn(
-            level_ring.index(turn % STAGES)._reinterpret(gl.int32, [8, 32, W], PLAIN2),
+            reinterpret(level_ring.index(turn % STAGES), gl.int32, [8, 32, W], PLAIN2),
             rest_ring.index(turn % STAGES), SPLIT, HEAD_DIM,
         )  # fmt: skip
         at_segment = begin + turn * 2

@@ -18,12 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_load
 from sparsek_kernels.paged.index.two_step.kernels.probabilities import num_listed, sample_positions
 from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
@@ -151,12 +150,8 @@ def load_partition(
             for part in gl.static_range(PARTS):
                 half = (buffer * PARTS + part) * 2
                 column = head_col + part * 64
-                tma.async_copy_global_to_shared(
-                    k_desc, [row_0, column], full.index(buffer), k_smem.index(half)
-                )
-                tma.async_copy_global_to_shared(
-                    k_desc, [row_1, column], full.index(buffer), k_smem.index(half + 1)
-                )
+                tma_load(k_desc, [row_0, column], full.index(buffer), k_smem.index(half))
+                tma_load(k_desc, [row_1, column], full.index(buffer), k_smem.index(half + 1))
 
 
 @gluon.jit
@@ -297,7 +292,7 @@ def listed_masses_sm90_kernel(
     K_WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, HEAD_DIM], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [2 * STREAMS, ROWS, HEAD_DIM], Q_WIDE)
     k_smem = gl.allocate_shared_memory(dtype, [BUFFERS * PARTS * 2, BLOCK, 64], k_desc.layout)
-    k_wide = k_smem._reinterpret(dtype, [BUFFERS, 2 * BLOCK, HEAD_DIM], K_WIDE)
+    k_wide = reinterpret(k_smem, dtype, [BUFFERS, 2 * BLOCK, HEAD_DIM], K_WIDE)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], bar)

@@ -23,12 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_load
 from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -99,7 +98,7 @@ def load_partition(
                 mbarrier.wait(q_empty.index(i), (done & 1) ^ 1)
                 mbarrier.expect(q_full.index(i), PARTS * q_desc.block_type.nbytes)
                 for part in gl.static_range(PARTS):
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         q_desc, [row, part * BOX], q_full.index(i), q_smem.index(i * PARTS + part)
                     )
             done += 1
@@ -111,7 +110,7 @@ def load_partition(
                 mbarrier.wait(empty.index(stage), ((filled // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(stage), PARTS * means_desc.block_type.nbytes)
                 for part in gl.static_range(PARTS):
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         means_desc, [row, part * BOX], full.index(stage),
                         mean_smem.index(stage * PARTS + part),
                     )  # fmt: skip
@@ -290,8 +289,8 @@ def tile_scores_sm90_kernel(
     mean_smem = gl.allocate_shared_memory(
         dtype, [STAGES * PARTS, CELLS * BLOCKS, BOX], means_desc.layout
     )
-    q_wide = q_smem._reinterpret(dtype, [TILES, ROWS, HEAD_DIM], WIDE)
-    mean_wide = mean_smem._reinterpret(dtype, [STAGES, CELLS * BLOCKS, HEAD_DIM], WIDE)
+    q_wide = reinterpret(q_smem, dtype, [TILES, ROWS, HEAD_DIM], WIDE)
+    mean_wide = reinterpret(mean_smem, dtype, [STAGES, CELLS * BLOCKS, HEAD_DIM], WIDE)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], bar)

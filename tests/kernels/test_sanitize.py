@@ -1,0 +1,90 @@
+"""sanitize.py: which reports of compute-sanitizer are of our kernels, and its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.kernels.sanitize import FAMILIES, ROOT, find_sanitizer, our_kernels, read_log
+
+LOG = """\
+========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 4 bytes
+=========     at attend_kernel+0x1f0 in api.py:120
+=========     by thread (3,0,0) in block (1,0,0)
+=========     Address 0x7f0012 is out of bounds
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========
+========= Error: Race reported between Write access at attend_kernel+0x10 and Read access at \
+attend_kernel+0x250 [1024 hazards]
+=========
+========= Uninitialized __global__ memory read of size 8 bytes
+=========     at void at::native::reduce_kernel<512, float>(T1)+0x80
+=========     by thread (0,0,0) in block (0,0,0)
+=========
+========= ERROR SUMMARY: 3 errors
+"""
+
+
+def test_findings_are_sorted_by_whose_kernel_they_are_in() -> None:
+    ours, others, summary = read_log(LOG, {"attend_kernel"})
+    assert dict(ours) == {
+        "attend_kernel: Invalid __global__ read of size N bytes [0x1f0]": 1,
+        "attend_kernel: Error: Race reported between Write access [0x10, 0x250]": 1,
+    }
+    assert sum(others.values()) == 1
+    assert summary == ["ERROR SUMMARY: 3 errors"]
+
+
+def test_a_log_without_findings_has_none() -> None:
+    text = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    ours, others, summary = read_log(text, our_kernels())
+    assert (dict(ours), dict(others), len(summary)) == ({}, {}, 1)
+
+
+def test_kernels_of_every_family_are_ours() -> None:
+    wanted = {"attend_kernel", "nsa_gate_fwd_kernel", "block_sparse_hopper_fwd_kernel"}
+    assert wanted <= our_kernels()
+    assert "reduce_kernel" not in our_kernels()
+
+
+def test_cases_are_files_that_exist() -> None:
+    files = [w for cases in FAMILIES.values() for one in cases for w in one if w.endswith(".py")]
+    assert len(files) > 5
+    assert all((ROOT / file).is_file() for file in files)
+
+
+@pytest.mark.parametrize(("log", "status"), [(LOG, 1), ("========= ERROR SUMMARY: 0 errors\n", 0)])
+def test_the_command_writes_what_the_program_says(log: str, status: int, tmp_path: Path) -> None:
+    """By a program in its place that writes this log."""
+    (tmp_path / "said").write_text(log, encoding="utf-8")
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != --log-file ]; do shift; done\ncp {tmp_path}/said "$2"\n',
+        encoding="utf-8",
+    )
+    program.chmod(0o755)
+    assert find_sanitizer({"PATH": str(tmp_path)}) == str(program)
+    written = tmp_path / "out.json"
+    options = ("--tool", "memcheck", "--family", "sink_window", "--json", written)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = processes.run(
+        sys.executable, "-m", "tests.kernels.sanitize", *options, cwd=ROOT, env=environment
+    )
+    assert done.returncode == status, done.stderr
+    (checked,) = json.loads(written.read_text(encoding="utf-8"))["checked"]
+    assert checked["ended"] == "passed"
+    assert bool(checked["ours"]) == bool(status)
+
+
+def test_where_there_is_no_program_the_command_says_where_it_comes_from() -> None:
+    if find_sanitizer() is not None:
+        pytest.skip("this machine has it")
+    done = processes.run(sys.executable, "-m", "tests.kernels.sanitize", cwd=ROOT)
+    assert done.returncode == 2
+    assert "CUDA toolkit" in done.stderr
