@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparsek_kernels.common.kernels.gluon_names import async_load, thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import async_load, thread_barrier, tma_load
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import is_near
 
 COPY_WARPS: gl.constexpr = gl.constexpr(4)
@@ -155,7 +155,7 @@ def _copy_box(ring, bars, count, desc, token, kv_head, STAGES: gl.constexpr):
     mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
     box: gl.constexpr = [1, ring.shape[1], 1, ring.shape[2]]
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)  # one of the arrivals
-    tma.async_copy_global_to_shared(
+    tma_load(
         desc, [0, token, kv_head, 0], full.index(stage),
         ring.index(stage)._reinterpret(ring.dtype, box, desc.layout),
     )  # fmt: skip
