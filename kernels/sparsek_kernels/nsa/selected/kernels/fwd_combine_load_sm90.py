@@ -5,7 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparsek_kernels.common.kernels.gluon_names import async_load, thread_barrier, tma_load
+from sparsek_kernels.common.kernels.gluon_names import (
+    async_load,
+    reinterpret,
+    thread_barrier,
+    tma_load,
+)
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import is_near
 
 COPY_WARPS: gl.constexpr = gl.constexpr(4)
@@ -157,7 +162,7 @@ def _copy_box(ring, bars, count, desc, token, kv_head, STAGES: gl.constexpr):
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)  # one of the arrivals
     tma_load(
         desc, [0, token, kv_head, 0], full.index(stage),
-        ring.index(stage)._reinterpret(ring.dtype, box, desc.layout),
+        reinterpret(ring.index(stage), ring.dtype, box, desc.layout),
     )  # fmt: skip
     mbarrier.arrive(full.index(stage), count=32 * COPY_WARPS - 1)
     return count + 1
