@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("trees", type=Path, nargs=2, metavar=("OLD", "NEW"))
     parser.add_argument("--only", choices=ROWS, nargs="+", default=list(ROWS))
     parser.add_argument("--commits", nargs=2, default=("", ""), help="where there is no git")
+    parser.add_argument("--compiled", action="store_true", help="they ran before: only time them")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--budget-ms", type=float, default=150, help="of a case's samples")
     parser.add_argument("--work", choices=ROWS, help=argparse.SUPPRESS)
@@ -150,7 +151,8 @@ def main() -> None:
         work(args.work, args.commits[0], args.budget_ms)
         return
     trees = [(x.resolve(), commit) for x, commit in zip(args.trees, args.commits, strict=True)]
-    compiling = [start(*tree, family, 1) for tree in trees for family in args.only]
+    untimed = [] if args.compiled else args.only
+    compiling = [start(*tree, family, 1) for tree in trees for family in untimed]
     for process in compiling:
         finish(process)
     found: list[list[dict[str, Any]]] = [[], []]
