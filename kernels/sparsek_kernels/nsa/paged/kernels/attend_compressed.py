@@ -67,7 +67,7 @@ def _choose(
         known = place < first_local
         first = (tl.arange(0, PER_TILE) == 0)[None, :]
         score = tl.zeros([BLOCK_T, PER_TILE], tl.float32)
-        TOGETHER: tl.constexpr = max(8192 // (BLOCK_T * PER_TILE), 1)  # heads whose loads are out
+        TOGETHER: tl.constexpr = max(4096 // (BLOCK_T * PER_TILE), 1)  # heads whose loads are out
         for member in tl.range(0, GROUP, loop_unroll_factor=TOGETHER):
             mass = masses + member * 2 * (most_tiles + 1) * PER_TILE + place
             own = tl.load(mass, mask=known, other=0.0, cache_modifier=".cg")
