@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparsek_backend.machine import choose_device, describe_machine
+from tests.processes import import_path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -132,11 +133,9 @@ def check(program: str, tool: str, family: str, cases: Sequence[str], seconds: f
     begin = time.monotonic()
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / PAGED)]),
+        "PYTHONPATH": import_path(ROOT, ROOT / "kernels", ROOT / PAGED),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # so that each tensor ends where its memory does
     }
-    if more := os.environ.get("PYTHONPATH"):
-        environment["PYTHONPATH"] += os.pathsep + more
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         words = [program, "--tool", tool, "--target-processes", "all", "--log-file", str(log)]

@@ -33,7 +33,7 @@ BOX_KERNELS = {"nsa_selected_hopper_tma_part_kernel"}
 
 def run_script(name: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a script beside this file in a process of its own."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    path = processes.import_path(ROOT, ROOT / "kernels")
     return processes.run(
         sys.executable, HERE / name, *args, env={**os.environ, "PYTHONPATH": path, **env}
     )
