@@ -156,15 +156,18 @@ def report(
 @app.command("picture")
 def draw_picture(
     results: Annotated[list[Path], typer.Argument(help="Result JSONs, of one model or several.")],
+    served: Annotated[
+        Path | None, typer.Option(help="CSV of `sparsek bench serve`: its speed-ups go below.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("picture.png"),
 ) -> None:
-    """Draw accuracy and KL over the context from result files: a column for each model and variant.
+    """Draw accuracy and KL over the context from result files: a line for each model and budget.
 
     A budget that several files have is drawn from the last of them.
     """
     with _mendable():
         out.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"wrote {plot_results(read_results(results), out)}")
+        console.print(f"wrote {plot_results(read_results(results), out, served)}")
 
 
 @app.command("mass")
