@@ -199,13 +199,12 @@ def measure_mass(
         tokenizer, kept = partial(HubTokenizer, model, asked.chat), out / f"{name}.prompts.json.gz"
         found, _ = take_prompts(prompts, replace(asked, samples=1), tokenizer, model, kept)
         prompt = found.prompts[0]
-        with console.status("reading the prompt") as status:
+        with console.status("reading the prompt"):
             masses = measure_model(
                 model,
                 prompt.ids,
                 policy_of,
                 entries=None if pattern is None else PrefillPattern.load(pattern).entries,
-                on_layer=lambda layer: status.update(f"layer {layer}"),
             )
         title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
         for phase in PHASES:

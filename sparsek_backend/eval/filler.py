@@ -1,80 +1,22 @@
-"""Filler text: plain sentences from a grammar of our own, and the names and numbers hidden in it.
+"""Filler text: sentences of random words, and the names and numbers that are hidden in it.
 
 All prompts of one seed draw their filler from one pool of sentences: each is tokenized once.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+
+from sparsek_backend.extras import needing
 
 POOL_SENTENCES = 4096
 PARAGRAPH = 6
 """Every this many sentences of the pool, one begins a paragraph."""
 
-
-def listed(text: str) -> tuple[str, ...]:
-    """The entries of a list that is written with bars between them, or else with spaces."""
-    entries = text.split("|") if "|" in text else text.split()
-    return tuple(entry.strip() for entry in entries)
-
-
-ADJECTIVES = listed(
-    "amber bold brave brisk broad calm clear cold crisp dense dim dry dusty eager early faint "
-    "fine firm flat fresh gentle golden grand green grey heavy hollow humble icy jolly keen large "
-    "late light lofty loud mild misty neat noble odd old olive pale plain polite proud quick quiet "
-    "rare rough round rusty sharp short silent silver simple slow small smooth soft solid steep "
-    "still stout strange sturdy swift tall thick thin tidy tiny urban vivid warm weary wide wild "
-    "wise wooden young zesty"
-)
-NOUNS = listed(
-    "anchor apron arrow basket beacon bell bench blanket boat bottle bridge broom bucket button "
-    "cabin candle canvas carpet cart castle chain chair chest chimney clock coat compass copper "
-    "cottage cradle crown cup curtain desk dish door drum engine falcon feather fence fiddle flag "
-    "flute forest fountain garden gate glove guitar hammer harbour hat helmet hinge island jacket "
-    "jar kettle key kite ladder lamp lantern lemon lock loom map mast mill mirror nail needle oar "
-    "orange oven paddle pencil piano pillow pipe plate pocket pump quarry quilt raft ribbon ring "
-    "river rope saddle sail scarf shelf shield shovel sled spoon stove table temple tent thread "
-    "tower tray trumpet tunnel vase vessel violin wagon wheel whistle window yarn"
-)
-NAMES = tuple(f"{a}-{n}" for a, n in itertools.product(ADJECTIVES, NOUNS))
-"""Every adjective-noun name, such as ``amber-basket``."""
-_PEOPLE = listed(
-    "the miller|the old teacher|a young sailor|the baker's daughter|our neighbour|the postman|"
-    "a travelling doctor|the mayor|the shepherd|two masons|the librarian|a quiet clerk|the judge|"
-    "the widow next door|a group of farmers|the carpenter|the station master|my uncle|the gardener|"
-    "an engineer from the coast|the choir|the ferryman|a painter|the night guard|the innkeeper"
-)
-_DEEDS = listed(
-    "repaired|carried|sold|painted|borrowed|found|washed|hid|counted|measured|described|drew|bought|"
-    "polished|forgot|returned|inspected|cleaned|packed|lost|copied|admired|moved|covered|traded"
-)
-_PLACES = listed(
-    "behind the church|near the canal|in the upper village|at the market|below the hill|by the old "
-    "well|on the eastern road|in the back room|under the railway bridge|beside the school|at the "
-    "edge of the forest|in the courtyard|across the square|along the river bank|in the stable|on "
-    "the third floor|at the harbour wall|in the empty theatre|by the orchard|outside the town "
-    "hall"
-)
-_TIMES = listed(
-    "before sunrise|on a wet Tuesday|after the long winter|during the festival|late in the "
-    "evening|one morning in March|when the rain stopped|shortly after noon|in the year of the "
-    "flood|while the others slept|at the end of the harvest|two days later|before the bells "
-    "rang|on the last day of June|when nobody was looking|as the fog lifted"
-)
-_REASONS = listed(
-    "because the roof had started to leak|so that the guests would be pleased|although nobody had "
-    "asked for it|because the price of barley had fallen|and wrote a short letter about it|and "
-    "never spoke of it again|since the council had agreed at last|as had been the custom for "
-    "years|which surprised the whole street|and went home without a word|because a friend had "
-    "given good advice|though the work was dull and slow|and then waited for the evening "
-    "train|so the children had something to talk about|while a dog slept in the sun"
-)
-
 NOTES_BEGIN = "\n\nBefore you answer the question above, read these notes."
-_NOTES = listed(
+NOTES = (
     "Read the whole question once more before you begin.|A short reply is better than a long "
     "one.|Do not explain how you found it.|Spell every name exactly as it stands in the "
     "text.|Numbers are written without spaces or commas inside them.|If several things are asked "
@@ -90,27 +32,22 @@ _NOTES = listed(
     " the middle and at the end matter equally.|Do not mention these notes in the reply.|Upper and"
     " lower case must be kept as they are.|Do not guess at what the author meant; report what is "
     "written.|Punctuation around names and numbers is not part of them."
-)
+).split("|")
+
+
+@lru_cache(maxsize=3)
+def words(kind: str) -> list[str]:
+    """Short English words of a kind: noun, verb or adjective."""
+    with needing("prompts of random words need wonderwords", extra="eval"):
+        from wonderwords import RandomWord
+    return sorted(RandomWord().filter(include_categories=[kind], word_max_length=7, regex="[a-z]+"))
 
 
 def make_sentence(rng: random.Random) -> str:
     """One sentence about nothing in particular."""
-    who, deed, where = rng.choice(_PEOPLE), rng.choice(_DEEDS), rng.choice(_PLACES)
-    article, kind = rng.choice(("a", "the", "that", "another")), rng.choice(ADJECTIVES)
-    if article == "a" and kind[0] in "aeiou":
-        article = "an"
-    what = f"{article} {kind} {rng.choice(NOUNS)}"
-    when, why = rng.choice(_TIMES), rng.choice(_REASONS)
-    form = rng.randrange(4)
-    if form == 0:
-        sentence = f"{who} {deed} {what} {where} {when}"
-    elif form == 1:
-        sentence = f"{when}, {who} {deed} {what} {where}"
-    elif form == 2:
-        sentence = f"{who} {deed} {what} {where}, {why}"
-    else:
-        sentence = f"{where}, {who} {deed} {what} {when}, {why}"
-    return f"{sentence[0].upper()}{sentence[1:]}."
+    kinds = ("adjective", "noun", "verb", "adjective", "noun", "noun")
+    chosen = (rng.choice(words(kind)) for kind in kinds)
+    return "The {} {} will {} the {} {} near the {}.".format(*chosen)
 
 
 @lru_cache(maxsize=4)
@@ -127,18 +64,15 @@ def make_pool(seed: int) -> tuple[str, ...]:
 
 
 def endless(rng: random.Random, pool: Sequence[str]) -> Iterator[str]:
-    """The pool in random order, again and again; drawn as needed, since few need all of it."""
+    """The pool in random order, again and again."""
     while True:
-        left = list(pool)
-        while left:
-            chosen = int(rng.random() * len(left))
-            left[chosen], left[-1] = left[-1], left[chosen]
-            yield left.pop()
+        yield from rng.sample(pool, len(pool))
 
 
-def make_notes(rng: random.Random) -> Iterator[str]:
-    """Notes on how to answer, without end."""
-    return endless(rng, [f" {note}" for note in _NOTES])
+def draw_names(rng: random.Random, count: int) -> list[str]:
+    """Distinct names of an adjective and a noun, such as ``amber-basket``."""
+    nouns = rng.sample(words("noun"), count)
+    return [f"{rng.choice(words('adjective'))}-{noun}" for noun in nouns]
 
 
 def draw_numbers(rng: random.Random, count: int) -> list[str]:

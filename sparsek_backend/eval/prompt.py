@@ -6,13 +6,13 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal
 
-from sparsek_backend.eval.filler import NOTES_BEGIN, make_notes
+from sparsek_backend.eval.filler import NOTES, NOTES_BEGIN, endless
 
 Tokens = tuple[int, ...]
 Variant = Literal["plain", "followed", "text"]
@@ -21,30 +21,22 @@ VARIANTS: tuple[Variant, ...] = ("plain", "followed")
 FOLLOWED_BY = 600
 """Tokens between question and answer in the variant ``followed``."""
 SHORT_LEAD = "The answer is:"
-_LONGEST_PIECE, _LARGEST_CACHE = 1 << 14, 1 << 16
-"""Characters of the longest text whose tokens a tokenizer keeps, and how many it keeps."""
+_LARGEST_CACHE = 1 << 16
+"""Texts whose tokens a tokenizer keeps."""
 LEAST_FILLER = 64
 """Tokens of filler that a prompt must have room for."""
 
 
 class Tokenizer(ABC):
-    """Text to token ids; those of short texts are kept."""
+    """Text to token ids."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Tokens] = {}
-
-    def encode(self, text: str) -> Tokens:
-        """Token ids of a text, without special tokens; chat markers in it count as such."""
-        tokens = self._known.get(text)
-        if tokens is None:
-            tokens = self.read(text)
-            if len(self._known) < _LARGEST_CACHE and len(text) <= _LONGEST_PIECE:
-                self._known[text] = tokens
-        return tokens
+        self.encode: Callable[[str], Tokens] = lru_cache(_LARGEST_CACHE)(self.read)
+        """What ``read`` returns, which is kept: for texts that come again."""
 
     @abstractmethod
     def read(self, text: str) -> Tokens:
-        """What :meth:`encode` keeps."""
+        """Token ids of a text, without special tokens; chat markers in it count as such."""
 
     @abstractmethod
     def frame(self) -> tuple[Tokens, Tokens]:
@@ -185,8 +177,8 @@ def make_answer(tokenizer: Tokenizer, text: str) -> Answer:
 
 def _notes(tokenizer: Tokenizer, rng: random.Random) -> list[Tokens]:
     """Notes on how to answer, as token ids; variant ``followed`` puts them behind a question."""
-    begin = tokenizer.encode(NOTES_BEGIN)
-    return [begin, *_take(tokenizer, make_notes(rng), FOLLOWED_BY - len(begin))]
+    begin, notes = tokenizer.encode(NOTES_BEGIN), endless(rng, [f" {note}" for note in NOTES])
+    return [begin, *_take(tokenizer, notes, FOLLOWED_BY - len(begin))]
 
 
 def _take(tokenizer: Tokenizer, texts: Iterator[str], count: int) -> list[Tokens]:

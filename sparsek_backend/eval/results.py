@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sparsek_backend.config import ConfigError
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.record import Row, identity, prompt_row, read_rows
@@ -33,14 +32,12 @@ class Run:
         return str(self.about["label"])
 
     def shares(self, length: int) -> Row:
-        """Attended shares of prefill and decode at a length; ``None`` where they are not known."""
-        budget = Budget(self.label, self.about["settings"])
-        try:
-            found = (budget.prefill_share(length), budget.decode_share(length))
-        except ConfigError:  # settings of another version
-            found = None
-        known = found if found and self.about["known"] else (None, None)  # a server's are not
-        return dict(zip(("prefill_share", "decode_share"), known, strict=True))
+        """Attended shares of prefill and decode at a length; ``None`` for a server."""
+        budget, known = Budget(self.label, self.about["settings"]), self.about["known"]
+        return {
+            "prefill_share": budget.prefill_share(length) if known else None,
+            "decode_share": budget.decode_share(length) if known else None,
+        }
 
 
 def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:
@@ -152,19 +149,15 @@ def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str)
 def warnings_of(rows: Sequence[Row]) -> list[str]:
     """Warnings to print above the figures."""
     tasks = [row for row in rows if row["task"] != MEAN]
-    wanted: Counter[tuple[str, str, int]] = Counter()
-    scored: Counter[tuple[str, str, str, int]] = Counter()
-    for row in tasks:
-        cell = row["task"], row["variant"], row["length"]
-        scored[row["label"], *cell] = row["prompts"]
-        wanted[cell] = max(wanted[cell], row["prompts"])
-    found = [
-        f"{label}, {task}, {variant}, {length} tokens: "
-        + (f"{count} of {most} prompts were scored" if count else "no prompt was scored")
-        for label in dict.fromkeys(row["label"] for row in tasks)
-        for (task, variant, length), most in wanted.items()
-        if (count := scored[label, task, variant, length]) < most
-    ]
+    scored = {(r["task"], r["variant"], r["length"], r["label"]): r["prompts"] for r in tasks}
+    found = []
+    for label, cell in itertools.product(
+        dict.fromkeys(row["label"] for row in tasks), dict.fromkeys(key[:3] for key in scored)
+    ):
+        most = max(count for key, count in scored.items() if key[:3] == cell)
+        if (count := scored.get((*cell, label), 0)) < most:
+            what = f"{count} of {most} prompts were scored" if count else "no prompt was scored"
+            found.append("{}, {}, {}, {} tokens: {}".format(label, *cell, what))
     for row in rows:
         whole = [(row[f"{x}_share"] or 0.0) > 0.9995 for x in ("prefill", "decode")]
         halved = "sparse_phase=" in row["label"]
