@@ -26,7 +26,7 @@ from sparsek_backend.eval.options import (
     BudgetOptions,
     EngineOptions,
     PromptOptions,
-    check_unique,
+    check_each,
     server_of,
 )
 from sparsek_backend.eval.plot import plot_results
@@ -96,7 +96,7 @@ def evaluate(
         if base_url:
             reason = "base-url: a server has its own model, budget and engine"
             refuse_set(reason, budgets, engine, model=model, chat=asked.chat)
-            check_unique("base-url", [server_of(text)[0] for text in base_url])
+            check_each("base-url", [server_of(text)[0] for text in base_url])
         elif served_model:
             raise ValueError("served-model: expected with --base-url only; use --model")
         compared = budgets.parsed()
@@ -120,7 +120,7 @@ def evaluate(
         else:
             local, gpus = LocalModel(what, engine.arguments()), engine.gpus()
             runs += [(one.label, partial(local.run, one, place)) for one in compared]
-        _report(out, name, run_all(found, runs, gpus), commit)
+        _report(place.record, run_all(found, runs, gpus), commit)
 
 
 @app.command("prompts")
@@ -142,15 +142,15 @@ def make_prompt_file(
 
 @app.command("report")
 def report(
-    record: Annotated[Path, typer.Argument(help="The .jsonl file of an evaluation.")],
+    record: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="The .jsonl file of an evaluation."),
+    ],
     commit: Commit = "",
 ) -> None:
     """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
     with _mendable():
-        if record.suffix != ".jsonl" or not record.is_file():
-            reason = "which is no such file" if record.exists() else "which does not exist"
-            raise ValueError(f"record: expected a .jsonl file, got {str(record)!r}, {reason}")
-        _report(record.parent, record.stem, None, commit)
+        _report(record, None, commit)
 
 
 @app.command("picture")
@@ -259,8 +259,8 @@ def run_all(
         return list(pool.map(run, *zip(*runs, strict=True)))
 
 
-def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> None:
-    runs = collect_runs(read_rows(out / f"{name}.jsonl"), keys)
+def _report(record: Path, keys: Sequence[str] | None, commit: str) -> None:
+    runs = collect_runs(read_rows(record), keys)
     rows = compare_runs(runs)
     for table in result_tables(rows):
         console.print(table)
@@ -276,8 +276,8 @@ def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> No
         "warnings": warnings_of(rows),
         "retrieval": rows,
     }
-    full = out / f"{name}.json"
+    csv, full, picture = (record.with_suffix(f".{kind}") for kind in ("csv", "json", "png"))
     full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    csv = write_csv_file(out / f"{name}.csv", rows, digits=6)
-    for path in (csv, full, plot_results({model: rows}, out / f"{name}.png")):
+    write_csv_file(csv, rows, digits=6)
+    for path in (csv, full, plot_results({model: rows}, picture)):
         console.print(f"wrote {path}")

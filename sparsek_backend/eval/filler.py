@@ -12,11 +12,8 @@ from functools import lru_cache
 from sparsek_backend.extras import needing
 
 POOL_SENTENCES = 4096
-PARAGRAPH = 6
-"""Every this many sentences of the pool, one begins a paragraph."""
-
 NOTES_BEGIN = "\n\nBefore you answer the question above, read these notes."
-NOTES = (
+_NOTES = (
     "Read the whole question once more before you begin.|A short reply is better than a long "
     "one.|Do not explain how you found it.|Spell every name exactly as it stands in the "
     "text.|Numbers are written without spaces or commas inside them.|If several things are asked "
@@ -32,7 +29,8 @@ NOTES = (
     " the middle and at the end matter equally.|Do not mention these notes in the reply.|Upper and"
     " lower case must be kept as they are.|Do not guess at what the author meant; report what is "
     "written.|Punctuation around names and numbers is not part of them."
-).split("|")
+)
+NOTES = _NOTES.split("|")
 
 
 @lru_cache(maxsize=3)
@@ -40,27 +38,18 @@ def words(kind: str) -> list[str]:
     """Short English words of a kind: noun, verb or adjective."""
     with needing("prompts of random words need wonderwords", extra="eval"):
         from wonderwords import RandomWord
-    return sorted(RandomWord().filter(include_categories=[kind], word_max_length=7, regex="[a-z]+"))
-
-
-def make_sentence(rng: random.Random) -> str:
-    """One sentence about nothing in particular."""
-    kinds = ("adjective", "noun", "verb", "adjective", "noun", "noun")
-    chosen = (rng.choice(words(kind)) for kind in kinds)
-    return "The {} {} will {} the {} {} near the {}.".format(*chosen)
+    return sorted(RandomWord().filter(include_categories=[kind], word_max_length=5, regex="[a-z]+"))
 
 
 @lru_cache(maxsize=4)
 def make_pool(seed: int) -> tuple[str, ...]:
-    """The distinct sentences that all prompts of a seed draw from, each with its separator."""
+    """The distinct sentences that all prompts of a seed draw from, each behind a space."""
     rng = random.Random(f"filler {seed}")
     sentences: dict[str, None] = {}
     while len(sentences) < POOL_SENTENCES:
-        sentences[make_sentence(rng)] = None
-    return tuple(
-        ("\n" if index % PARAGRAPH == 0 else " ") + sentence
-        for index, sentence in enumerate(sentences)
-    )
+        who, deed, what = (rng.choice(words(kind)) for kind in ("noun", "verb", "noun"))
+        sentences[f" The {who} by the river will {deed} the old {what} before winter."] = None
+    return tuple(sentences)
 
 
 def endless(rng: random.Random, pool: Sequence[str]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from sparsek_backend.extras import needing
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
-from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 PHASES = ("prefill", "decode")
 """Phases of a selection: a tile of a prompt shares one, each decoded token has its own."""
@@ -45,14 +45,10 @@ def block_masses(
     """
     length, heads = k.shape[:2]
     chosen = q[rows].float().unflatten(1, (heads, -1))  # [R, Hkv, G, D]
-    future = torch.arange(length, device=q.device) > rows[:, None]
-    found = []
-    for head in range(heads):
-        logits = chosen[:, head] @ k[:, head].float().T * softmax_scale  # [R, G, N]
-        weights = logits.masked_fill(future[:, None], float("-inf")).softmax(-1).mean(1)
-        padded = torch.nn.functional.pad(weights, (0, -length % size))
-        found.append(padded.unflatten(1, (-1, size)).sum(-1))
-    return torch.stack(found, dim=1)
+    logits = torch.einsum("rhgd,nhd->rhgn", chosen, k.float()) * softmax_scale
+    future = torch.arange(length, device=q.device) > rows[:, None, None, None]
+    weights = logits.masked_fill(future, float("-inf")).softmax(-1).mean(2)  # [R, Hkv, N]
+    return torch.nn.functional.pad(weights, (0, -length % size)).unflatten(-1, (-1, size)).sum(-1)
 
 
 def measure(

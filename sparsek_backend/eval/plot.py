@@ -56,8 +56,8 @@ def plot_results(
         for axis, rows in zip(line, columns.values(), strict=True):
             for model, label in dict.fromkeys((row["model"], row["label"]) for row in rows):
                 cells = [row for row in rows if (row["model"], row["label"]) == (model, label)]
-                title = label if len(results) == 1 else f"{model}: {label}"
-                _draw(axis, cells, name, label=title, color=colours[label], ls=styles[model])
+                style = {"color": colours[label], "linestyle": styles[model]}
+                _draw(axis, cells, name, label=f"{model}: {label}", **style)
         line[0].set_ylabel(_DRAWN[name])
         if name == "kl":
             line[0].set_yscale("symlog", linthresh=1e-3)
@@ -71,7 +71,7 @@ def plot_results(
         axis.legend(fontsize=8)
     named: dict[str, Any] = {}
     for variant, top, bottom in zip(columns, axes[0], axes[-1], strict=True):
-        top.set_title(variant if len(results) > 1 else f"{next(iter(results))}, {variant}")
+        top.set_title(variant, fontsize=10)
         bottom.set_xlabel("tokens of the context")
         handles, names = top.get_legend_handles_labels()
         named |= dict(zip(names, handles, strict=True))

@@ -35,12 +35,17 @@ class Tokenizer(ABC):
         """What ``read`` returns, which is kept: for texts that come again."""
 
     @abstractmethod
-    def read(self, text: str) -> Tokens:
-        """Token ids of a text, without special tokens; chat markers in it count as such."""
+    def read(self, text: str, *, special: bool = False) -> Tokens:
+        """Token ids of a text; ``special`` adds those that begin one.
 
-    @abstractmethod
+        Chat markers in it count as such.
+        """
+
     def frame(self) -> tuple[Tokens, Tokens]:
-        """Tokens before and after a user's words: a chat template's, or those that begin a text."""
+        """Tokens before and after a user's words: those that begin a text, and a line's end."""
+        plain, begun = (self.read("a", special=special) for special in (False, True))
+        before = begun[: len(begun) - len(plain)] if begun[-len(plain) :] == plain else ()
+        return before, self.encode("\n")
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,9 @@ MEAN = "mean"
 class Run:
     """Everything that one budget, or one server, scored."""
 
+    label: str  # the budget as written, or a server's
     about: Row  # its line of the record: label, settings, machine, backend, seconds
     rows: Sequence[Row]  # its scores
-
-    @property
-    def label(self) -> str:
-        """The budget as written, or a server's label."""
-        return str(self.about["label"])
-
-    def shares(self, length: int) -> Row:
-        """Attended shares of prefill and decode at a length; ``None`` for a server."""
-        budget, known = Budget(self.label, self.about["settings"]), self.about["known"]
-        return {
-            "prefill_share": budget.prefill_share(length) if known else None,
-            "decode_share": budget.decode_share(length) if known else None,
-        }
 
 
 def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:
@@ -66,14 +54,13 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
             latest[row["label"]] = row["run"]
     if keys is None:
         keys = list(latest.values())
-    absent = [key for key in keys if key not in about]
-    if absent or not keys:
+    if not keys or not about.keys() >= set(keys):
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
     scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}
     for row in rows:
         if row["kind"] == "prompt" and row["run"] in scores:
             scores[row["run"]][identity(row)] = row
-    return [Run(about[key], list(scores[key].values())) for key in keys]
+    return [Run(about[key]["label"], about[key], list(scores[key].values())) for key in keys]
 
 
 def compare_runs(runs: Sequence[Run]) -> list[Row]:
@@ -84,6 +71,7 @@ def compare_runs(runs: Sequence[Run]) -> list[Row]:
     reference = {identity(row): row for row in runs[0].rows}
     found = []
     for run in runs:
+        budget, known = Budget(run.label, run.about["settings"]), run.about["known"]
         cells: dict[tuple[str, int], dict[str, list[Row]]] = {}
         for row in run.rows:
             if identity(row) in reference:
@@ -91,7 +79,10 @@ def compare_runs(runs: Sequence[Run]) -> list[Row]:
                 pair = _pair(reference[identity(row)], row)
                 tasks.setdefault(row["task"], []).append(pair)
         for (variant, length), tasks in sorted(cells.items()):
-            shares = run.shares(length)
+            shares = {
+                "prefill_share": budget.prefill_share(length) if known else None,
+                "decode_share": budget.decode_share(length) if known else None,
+            }
             cell = {MEAN: list(tasks.values())} if len(tasks) > 1 else {}
             cell |= {task: [of_task] for task, of_task in tasks.items()}
             for task, groups in cell.items():

@@ -54,17 +54,8 @@ class ServedScorer(Tokenizer):
             raise ServerError(f"model: expected one of {listed} at {base_url}, got {model!r}")
         self.model: str = model or listed[0]
 
-    def read(self, text: str) -> Tokens:
+    def read(self, text: str, *, special: bool = False) -> Tokens:
         """Token ids as the server finds them."""
-        return self._tokenize(text, special=False)
-
-    def frame(self) -> tuple[Tokens, Tokens]:
-        """The tokens that begin a text, and a line's end: completions have no chat template."""
-        plain, begun = (self._tokenize("a", special=special) for special in (False, True))
-        before = begun[: len(begun) - len(plain)] if begun[-len(plain) :] == plain else ()
-        return before, self.encode("\n")
-
-    def _tokenize(self, text: str, *, special: bool) -> Tokens:
         body = {"model": self.model, "prompt": text, "add_special_tokens": special}
         return tuple(int(token) for token in self._call("/tokenize", body)["tokens"])
 

@@ -73,7 +73,7 @@ def run_worker(
                 while not ended and time.monotonic() - heard <= (timeout or math.inf):
                     time.sleep(_POLL_SECONDS)
                     ended = process.poll() is not None
-                    *whole, part = (part + said.read() + "\n" * ended).split("\n")
+                    *whole, part = (part + said.read() + ("\n" if ended else "")).split("\n")
                     for line in whole:
                         heard = time.monotonic()
                         if line.startswith(PROGRESS):

@@ -36,9 +36,10 @@ def test_accuracy_and_divergence_over_the_context(drawn: list[Any], tmp_path: Pa
     plot.plot_results({"qwen": rows}, tmp_path / "q.png")
     [figure] = drawn
     accuracy, second, kl, _ = figure.axes
-    assert (accuracy.get_title(), second.get_title()) == ("qwen, plain", "qwen, followed")
+    assert (accuracy.get_title(), second.get_title()) == ("plain", "followed")
     [legend] = figure.legends  # below the axes, where it hides nothing
-    assert [text.get_text() for text in legend.get_texts()] == ["dense", "block_topk:96"]
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["qwen: dense", "qwen: block_topk:96"]
     (container,) = kl.containers  # dense attention has no distance from itself
     line, _, (bars,) = container
     assert line.get_xydata().tolist() == [[8192, 0.08192], [16384, 0.16384]]
@@ -94,4 +95,4 @@ def test_results_without_divergence_are_drawn_without(drawn: list[Any], tmp_path
     plot.plot_results({"m": [row(8192, "plain", "dense", accuracy=0.5), text]}, tmp_path / "q.png")
     plot.plot_results({"m": [text]}, tmp_path / "q.png")
     titles = [[axis.get_title() for axis in figure.axes] for figure in drawn]
-    assert titles == [["m, plain"], ["m, text"]]
+    assert titles == [["plain"], ["text"]]
