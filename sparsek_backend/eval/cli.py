@@ -104,23 +104,18 @@ def evaluate(
         import_pyplot()  # what the end needs is missed at the start
         out.mkdir(parents=True, exist_ok=True)
         what = server_of(base_url[0])[1] if base_url else model or str(fetch_model())
-        tokenizer: Callable[[], Tokenizer] = (
-            partial(ServedScorer, what, served_model)
-            if base_url
-            else partial(HubTokenizer, what, asked.chat)
-        )
+        local, gpus = LocalModel(what, engine.arguments()), engine.gpus()
+        runs: dict[str, Scoring] = {one.label: partial(local.run, one) for one in compared}
+        tokenizer: Callable[[], Tokenizer] = partial(HubTokenizer, what, asked.chat)
+        if base_url:
+            gpus = [None]
+            runs = {server_of(url)[0]: partial(run_server, url, served_model) for url in base_url}
+            tokenizer = partial(ServedScorer, what, served_model)
         kept = out / f"{name}.prompts.json.gz"
         found, file = take_prompts(prompts, asked, tokenizer, what, kept)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
-        runs: list[tuple[str, Scoring]] = []
-        gpus: Sequence[str | None] = (None,)
-        if base_url:
-            for url in base_url:
-                runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
-        else:
-            local, gpus = LocalModel(what, engine.arguments()), engine.gpus()
-            runs += [(one.label, partial(local.run, one, place)) for one in compared]
-        _report(place.record, run_all(found, runs, gpus), commit)
+        keys = run_all(found, [(x, partial(run, place)) for x, run in runs.items()], gpus)
+        _report(place.record, keys, commit)
 
 
 @app.command("prompts")

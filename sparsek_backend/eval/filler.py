@@ -11,26 +11,20 @@ from functools import lru_cache
 
 from sparsek_backend.extras import needing
 
-POOL_SENTENCES = 4096
 NOTES_BEGIN = "\n\nBefore you answer the question above, read these notes."
 _NOTES = (
     "Read the whole question once more before you begin.|A short reply is better than a long "
     "one.|Do not explain how you found it.|Spell every name exactly as it stands in the "
     "text.|Numbers are written without spaces or commas inside them.|If several things are asked "
-    "for, separate them with commas.|The order in which you list several things does not "
-    "matter.|Do not add a greeting, and do not sign the reply.|Nothing outside the text is needed,"
-    " and general knowledge does not help.|Do not translate anything.|Do not repeat the question "
+    "for, separate them with commas.|Do not add a greeting, and do not sign the reply.|Nothing "
+    "outside the text is needed, and general knowledge does not help.|Do not repeat the question "
     "in the reply.|The text may contain many similar passages; only one set of them was asked "
-    "about.|Words in the question have the same meaning that they have in the text.|A reply that "
-    "is almost right counts as wrong.|Do not use bullet points, tables or headings.|There is no "
-    "need to be polite, and no need to hurry.|Some readers will see the reply on a small screen, "
-    "so keep it on one line.|If you are unsure, give the one reply that seems most likely.|The "
-    "length of the text says nothing about where the reply stands in it.|Passages at the start, in"
-    " the middle and at the end matter equally.|Do not mention these notes in the reply.|Upper and"
-    " lower case must be kept as they are.|Do not guess at what the author meant; report what is "
-    "written.|Punctuation around names and numbers is not part of them."
+    "about.|A reply that is almost right counts as wrong.|If you are unsure, give the one reply "
+    "that seems most likely.|The length of the text says nothing about where the reply stands in "
+    "it.|Passages at the start, in the middle and at the end matter equally.|Do not mention these "
+    "notes in the reply.|Upper and lower case must be kept as they are."
 )
-NOTES = _NOTES.split("|")
+NOTES = [f" {note}" for note in _NOTES.split("|")]
 
 
 @lru_cache(maxsize=3)
@@ -46,7 +40,7 @@ def make_pool(seed: int) -> tuple[str, ...]:
     """The distinct sentences that all prompts of a seed draw from, each behind a space."""
     rng = random.Random(f"filler {seed}")
     sentences: dict[str, None] = {}
-    while len(sentences) < POOL_SENTENCES:
+    while len(sentences) < 4096:
         who, deed, what = (rng.choice(words(kind)) for kind in ("noun", "verb", "noun"))
         sentences[f" The {who} by the river will {deed} the old {what} before winter."] = None
     return tuple(sentences)

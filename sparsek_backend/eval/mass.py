@@ -86,7 +86,7 @@ def measure(
     indices = block_indices(q, k, v, policy, softmax_scale, index)[0, rows].long()  # [R, Hkv, S]
     attended = torch.zeros(*masses.shape[:2], blocks + 1, dtype=torch.bool, device=q.device)
     attended.scatter_(2, torch.where(indices < 0, blocks, indices), True)
-    attended = attended[..., :blocks]
+    attended = attended[..., :-1]
     caught = (masses * attended).sum(-1)
     seen = rows[:, None] + 1 - size * torch.arange(blocks, device=q.device)  # keys of each block
     share = (attended * seen.clamp(0, size)[:, None]).sum(-1) / (rows[:, None] + 1)

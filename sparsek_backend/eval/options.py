@@ -91,8 +91,6 @@ class PromptOptions:
         if self.suite:
             reason = "suite: RULER's questions end their prompts, and it has texts of its own"
             refuse_set(reason, variant=self.variant, texts_folder=self.texts_folder)
-        if self.texts_folder is not None:
-            read_texts(self.texts_folder)
 
     def make(
         self,
@@ -234,9 +232,8 @@ class EngineOptions:
 
         ``None`` leaves one engine to find its own.
         """
-        every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
-            map(str, range(torch.cuda.device_count()))
-        )
+        seen = map(str, range(torch.cuda.device_count()))
+        every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(seen)
         found, size = every.split(","), self.tensor_parallel or 1
         if every and len(found) < size:
             raise ValueError(f"tensor-parallel: expected at most {len(found)} GPUs, got {size}")
@@ -254,8 +251,9 @@ def check_each(
     name: str, values: Sequence[object] | None, known: Collection[object] | None = None
 ) -> None:
     """Refuse a value that is given twice, or is none of those ``known``."""
-    for value in values or ():
+    given = values or ()
+    for value in given:
         if known is not None and value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
-        if (values or ()).count(value) > 1:
+        if given.count(value) > 1:
             raise ValueError(f"{name}: {value!r} is given twice")

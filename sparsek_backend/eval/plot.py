@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,32 +33,32 @@ def plot_results(
         ValueError: ``served`` is no such file.
     """
     pyplot = import_pyplot()
-    columns: dict[str, list[Row]] = {}
+    shown: list[Row] = []
     for model, rows in results.items():
         asked = [row for row in rows if row["variant"] != "text"] or rows
-        for row in [row for row in asked if row["task"] == MEAN] or asked:
-            columns.setdefault(row["variant"], []).append({"model": model, **row})
-    every = [row for rows in columns.values() for row in rows]
-    drawn = [name for name in _DRAWN if any(name in row for row in every)]
+        means = [row for row in asked if row["task"] == MEAN] or asked
+        shown += [{**row, "model": model} for row in means]
+    labels, variants = (dict.fromkeys(row[of] for row in shown) for of in ("label", "variant"))
+    drawn = [name for name in _DRAWN if any(name in row for row in shown)]
     speeds = {} if served is None else _read_speeds(served)
     figure, axes = pyplot.subplots(
         height := len(drawn) + bool(speeds),
-        len(columns),
-        figsize=(max(5.2 * len(columns), 8.4), 1.0 + 2.7 * height),
+        len(variants),
+        figsize=(max(5.2 * len(variants), 8.4), 1.0 + 2.7 * height),
         sharex=True,
         sharey="row",
         squeeze=False,
         layout="constrained",
     )
-    labels = dict.fromkeys(row["label"] for row in every)
     colours = {label: f"C{i}" for i, label in enumerate(labels)} | {"dense": "black"}
     styles = dict(zip(results, _STYLES * len(results), strict=False))
     for name, line in zip(drawn, axes, strict=False):
-        for axis, rows in zip(line, columns.values(), strict=True):
-            for model, label in dict.fromkeys((row["model"], row["label"]) for row in rows):
-                cells = [row for row in rows if (row["model"], row["label"]) == (model, label)]
-                style = {"color": colours[label], "linestyle": styles[model]}
-                _draw(axis, cells, name, label=f"{model}: {label}", **style)
+        places = zip(line, variants, strict=True)
+        for (axis, variant), model, label in product(places, results, labels):
+            wanted = {"variant": variant, "model": model, "label": label}
+            style = {"color": colours[label], "linestyle": styles[model]}
+            cells = [row for row in shown if row.items() >= wanted.items() and name in row]
+            _draw(axis, cells, name, label=f"{model}: {label}", **style)
         line[0].set_ylabel(_DRAWN[name])
         if name == "kl":
             line[0].set_yscale("symlog", linthresh=1e-3)
@@ -70,7 +71,7 @@ def plot_results(
         axis.set_ylabel("times as fast as dense")
         axis.legend(fontsize=8)
     named: dict[str, Any] = {}
-    for variant, top, bottom in zip(columns, axes[0], axes[-1], strict=True):
+    for variant, top, bottom in zip(variants, axes[0], axes[-1], strict=True):
         top.set_title(variant, fontsize=10)
         bottom.set_xlabel("tokens of the context")
         handles, names = top.get_legend_handles_labels()
@@ -78,7 +79,7 @@ def plot_results(
     figure.legend(named.values(), named, loc="outside lower center", ncols=2, fontsize=8)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    lengths = sorted({row["length"] for row in every}.union(*speeds.values()))
+    lengths = sorted({row["length"] for row in shown}.union(*speeds.values()))
     axes[0][0].set_xscale("log", base=2)
     axes[0][0].set_xticks(lengths, [f"{length / 1024:.3g}k" for length in lengths])
     axes[0][0].minorticks_off()
@@ -86,7 +87,7 @@ def plot_results(
 
 
 def _draw(axis: Any, cells: Sequence[Row], name: str, **style: str) -> None:
-    if cells := sorted((row for row in cells if name in row), key=lambda row: row["length"]):
+    if cells := sorted(cells, key=lambda row: row["length"]):
         ends = [[abs(row[f"{name}_{end}"] - row[name]) for row in cells] for end in ("low", "high")]
         x, y = ([row[of] for row in cells] for of in ("length", name))
         axis.errorbar(x, y, yerr=ends, marker="o", capsize=3, **style)

@@ -21,8 +21,6 @@ VARIANTS: tuple[Variant, ...] = ("plain", "followed")
 FOLLOWED_BY = 600
 """Tokens between question and answer in the variant ``followed``."""
 SHORT_LEAD = "The answer is:"
-_LARGEST_CACHE = 1 << 16
-"""Texts whose tokens a tokenizer keeps."""
 LEAST_FILLER = 64
 """Tokens of filler that a prompt must have room for."""
 
@@ -31,7 +29,7 @@ class Tokenizer(ABC):
     """Text to token ids."""
 
     def __init__(self) -> None:
-        self.encode: Callable[[str], Tokens] = lru_cache(_LARGEST_CACHE)(self.read)
+        self.encode: Callable[[str], Tokens] = lru_cache(1 << 16)(self.read)
         """What ``read`` returns, which is kept: for texts that come again."""
 
     @abstractmethod
@@ -137,7 +135,10 @@ def fit(
     followed = variant == "followed"
     head = (before, tokenizer.encode(draft.head))
     lead = tokenizer.encode(SHORT_LEAD if followed else draft.lead)
-    notes = _notes(tokenizer, rng) if followed else []
+    notes: list[Tokens] = []
+    if followed:
+        notes.append(tokenizer.encode(NOTES_BEGIN))
+        notes += _take(tokenizer, endless(rng, NOTES), FOLLOWED_BY - len(notes[0]))
     tail = (tokenizer.encode(draft.question), *notes, after, lead)
     needles = (tokenizer.encode(text) for _, text in draft.needles)
     room = length - sum(map(len, (*head, *needles, *tail)))
@@ -178,12 +179,6 @@ def make_answer(tokenizer: Tokenizer, text: str) -> Answer:
     """An expected answer in the forms that a tokenizer gives it at a start and behind a space."""
     forms = dict.fromkeys((tokenizer.encode(f" {text}"), tokenizer.encode(text)))
     return Answer(text, tuple(forms))
-
-
-def _notes(tokenizer: Tokenizer, rng: random.Random) -> list[Tokens]:
-    """Notes on how to answer, as token ids; variant ``followed`` puts them behind a question."""
-    begin, notes = tokenizer.encode(NOTES_BEGIN), endless(rng, [f" {note}" for note in NOTES])
-    return [begin, *_take(tokenizer, notes, FOLLOWED_BY - len(begin))]
 
 
 def _take(tokenizer: Tokenizer, texts: Iterator[str], count: int) -> list[Tokens]:

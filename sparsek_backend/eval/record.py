@@ -49,9 +49,8 @@ def read_rows(path: Path) -> list[Row]:
     """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
     rows = []
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:

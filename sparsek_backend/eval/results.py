@@ -52,8 +52,7 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
             seconds = about.get(row["run"], {}).get("seconds", 0.0) + row.get("seconds", 0.0)
             about[row["run"]] = {**row, "seconds": seconds}
             latest[row["label"]] = row["run"]
-    if keys is None:
-        keys = list(latest.values())
+    keys = list(latest.values()) if keys is None else keys
     if not keys or not about.keys() >= set(keys):
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
     scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}

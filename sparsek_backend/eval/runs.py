@@ -96,17 +96,10 @@ class LocalModel:
 
     def key(self, budget: Budget, commit: str) -> str:
         """The run's key."""
-        machine = describe_machine(choose_device(), commit)
-        return run_key(
-            {
-                "model": self.name,
-                "files": _fingerprint(Path(self.model)),
-                "settings": budget.settings,
-                "engine": self.arguments(),
-                "sparsek": __version__,
-                **asdict(machine),
-            }
-        )
+        parts = asdict(describe_machine(choose_device(), commit))
+        parts |= {"model": self.name, "files": _fingerprint(Path(self.model))}
+        parts |= {"settings": budget.settings, "engine": self.arguments(), "sparsek": __version__}
+        return run_key(parts)
 
     def run(
         self, budget: Budget, place: Workplace, on_progress: OnProgress, gpus: str | None = None
@@ -122,13 +115,14 @@ class LocalModel:
         key = self.key(budget, place.commit)
         if not place.missing(key, on_progress):
             return key
-        settings = None if budget.settings is None else dict(budget.settings)
         data = {
             "model": self.model,
             "engine": self.arguments(),
             "prompts": str(place.prompts_file),
             "record": str(place.record),
-            "run": _run_row(key, place, budget.label, self.name, settings=settings, known=True),
+            "run": _run_row(
+                key, place, budget.label, self.name, settings=budget.settings, known=True
+            ),
         }
 
         def tell(message: str) -> None:

@@ -69,6 +69,5 @@ def _contains(reply: Reply, answer: Answer) -> bool:
         return answer.text in reply.text
     if reply.tokens is None:
         raise ValueError("reply: expected text or tokens, got neither")
-    said = reply.tokens
-    places = itertools.product(range(len(said)), answer.tokens)
-    return any(said[place : place + len(form)] == form for place, form in places)
+    places = itertools.product(range(len(reply.tokens)), answer.tokens)
+    return any(reply.tokens[i : i + len(form)] == form for i, form in places)

@@ -54,10 +54,8 @@ class HubTokenizer(Tokenizer):
         if not self.chat:
             return super().frame()
         turn = [{"role": "user", "content": _USER}]
-        rendered = self._tokenizer.apply_chat_template(
-            turn, tokenize=False, add_generation_prompt=True
-        )
-        before, _, after = rendered.partition(_USER)
+        text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        before, _, after = text.partition(_USER)
         return self.encode(before), self.encode(after)
 
     def decode(self, tokens: Tokens) -> str:
