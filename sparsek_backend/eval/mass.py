@@ -48,7 +48,8 @@ def block_masses(
     logits = torch.einsum("rhgd,nhd->rhgn", chosen, k.float()) * softmax_scale
     future = torch.arange(length, device=q.device) > rows[:, None, None, None]
     weights = logits.masked_fill(future, float("-inf")).softmax(-1).mean(2)  # [R, Hkv, N]
-    return torch.nn.functional.pad(weights, (0, -length % size)).unflatten(-1, (-1, size)).sum(-1)
+    padded: torch.Tensor = torch.nn.functional.pad(weights, (0, -length % size))
+    return padded.unflatten(-1, (-1, size)).sum(-1)
 
 
 def measure(
