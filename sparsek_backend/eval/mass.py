@@ -48,8 +48,9 @@ def block_masses(
     logits = torch.einsum("rhgd,nhd->rhgn", chosen, k.float()) * softmax_scale
     future = torch.arange(length, device=q.device) > rows[:, None, None, None]
     weights = logits.masked_fill(future, float("-inf")).softmax(-1).mean(2)  # [R, Hkv, N]
-    padded: torch.Tensor = torch.nn.functional.pad(weights, (0, -length % size))
-    return padded.unflatten(-1, (-1, size)).sum(-1)
+    padded = torch.nn.functional.pad(weights, (0, -length % size))
+    masses: torch.Tensor = padded.unflatten(-1, (-1, size)).sum(-1)
+    return masses
 
 
 def measure(
@@ -130,10 +131,10 @@ def measure_model(
         lists = None
         if entries is not None and layer in entries:
             lists = VerticalSlash(block_lists(entries[layer], policy.prefill).to(q.device))
-        rules = ((policy.prefill, lists), (policy.decode, None))
-        for phase, (rule, index) in zip(PHASES, rules, strict=True):
-            shares = torch.stack(measure(q, k, v, rule, scale, index), 1)
-            for head, three in enumerate(shares.tolist()):
+        rules = (policy.prefill, policy.decode)
+        for phase, rule, index in zip(PHASES, rules, (lists, None), strict=True):
+            shares = torch.stack(measure(q, k, v, rule, scale, index), 1).tolist()
+            for head, three in enumerate(shares):
                 found.append(dict(zip(COLUMNS, (phase, layer, head, *three), strict=True)))
 
     read_layers(model, ids, record)

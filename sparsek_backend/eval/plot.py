@@ -105,8 +105,7 @@ def _read_speeds(path: Path) -> dict[str, dict[int, float]]:
             ours = rows[requests, context, BACKEND_NAME]
             for name, what in _TIMED.items():
                 label = f"{ours['model']}, {requests} requests: {what}"
-                ratio = float(theirs[name]) / float(ours[name])
-                found.setdefault(label, {})[int(context)] = ratio
+                found.setdefault(label, {})[int(context)] = float(theirs[name]) / float(ours[name])
     except (OSError, KeyError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: expected the CSV of `sparsek bench serve`: {reason}") from error
