@@ -41,8 +41,8 @@ def make_pool(seed: int) -> tuple[str, ...]:
     rng = random.Random(f"filler {seed}")
     sentences: dict[str, None] = {}
     while len(sentences) < 4096:
-        who, deed, what = (rng.choice(words(kind)) for kind in ("noun", "verb", "noun"))
-        sentences[f" The {who} by the river will {deed} the old {what} before winter."] = None
+        chosen = map(rng.choice, map(words, ("noun", "noun", "verb", "adjective", "noun")))
+        sentences[" The {} by the {} will {} the {} {}.".format(*chosen)] = None
     return tuple(sentences)
 
 
