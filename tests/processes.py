@@ -19,6 +19,14 @@ SECONDS = 600.0
 _LAST_WORDS = 10.0
 
 
+def import_path(*folders: Path) -> str:
+    """``PYTHONPATH`` of a command: these folders, then those of this process.
+
+    The command then runs on the packages that are tested here.
+    """
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))
+
+
 def run(
     *command: object,
     cwd: Path | None = None,

@@ -165,7 +165,7 @@ OCTAVES = 16
 
 
 def sample(
-    mass: torch.Tensor, count: int, start: torch.Tensor
+    mass: torch.Tensor, count: int | torch.Tensor, start: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which cells are kept, and with what probability, ``[..., n]``.
 
@@ -175,14 +175,14 @@ def sample(
 
     Args:
         mass: ``[..., n]``, 0 for cells that do not compete.
-        count: cells to keep.
+        count: cells to keep, a number or ``[..., 1]``.
         start: ``[...]``, what the running sums start from, in ``[0, 1)``.
     """
     mass = mass.double()
     least = mass.sum(-1, keepdim=True) / count * 2.0**-OCTAVES
     size = ((4 * torch.maximum(mass, least).log2()).floor() / 4).exp2()
     size = torch.where(mass > 0, size, 0.0)
-    low, high = least.clamp(min=1e-30), (size.sum(-1, keepdim=True) / count).clamp(min=1e-30)
+    low, high = least.clamp(min=1e-30) / 2, (size.sum(-1, keepdim=True) / count).clamp(min=1e-30)
     for _ in range(60):  # the threshold that gives ``count`` cells
         middle = (low * high).sqrt()
         many = (size / middle).clamp(max=1).sum(-1, keepdim=True) > count
@@ -215,7 +215,7 @@ def _sampled(
     """
     cells, rank = _cells(rule, pages, q, logits, pages.head_dim**-0.5)
     mass = _mass(rank.masked_fill(~between[..., None], -math.inf).flatten(-2), near)
-    start = _starts(position)
+    start = starts(position)
     kept, share = sample(mass, rule.tokens // rule.cell, start)
     certain = share == 1
     counts = torch.where(certain, 0.0, math.log(rule.sampled) - share.log())
@@ -225,9 +225,9 @@ def _sampled(
     return torch.where(kept, counts, -math.inf), tail
 
 
-def _starts(position: torch.Tensor) -> torch.Tensor:
-    """``[R]``: where the running sums of rows start, spread over ``[0, 1)``."""
-    return position.double() * ((math.sqrt(5) - 1) / 2) % 1
+def starts(number: torch.Tensor) -> torch.Tensor:
+    """``[R]``: where the running sums of rows or tiles start, spread over ``[0, 1)``."""
+    return number.double() * ((math.sqrt(5) - 1) / 2) % 1
 
 
 def dense_logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

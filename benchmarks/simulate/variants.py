@@ -168,6 +168,25 @@ def _details() -> list[Variant]:
     return [Variant(f"64 by p2dr {name}", prompt=replace(base, **x)) for name, x in changes.items()]
 
 
+def _sampled() -> list[Variant]:
+    """Blocks that are drawn in place of the best, by exact masses or by what names."""
+    old = PromptRule("m16")
+    drawn = PromptRule("all", rank_by="rms", sampled=True)
+    named = replace(drawn, scores="m16", others=True)
+    rules = {
+        "96 of 192 m16 tile 64": old,
+        "48 of 192 m16": replace(old, blocks=48),
+        "48 sampled": replace(drawn, blocks=48),
+        "32 sampled": replace(drawn, blocks=32),
+        "48 sampled largest": replace(drawn, blocks=48, rank_by="largest"),
+        "64 of 192 m16 sampled": replace(named, blocks=64),
+        "48 of 192 m16 sampled": replace(named, blocks=48),
+        "32 of 192 m16 sampled": replace(named, blocks=32),
+        "48 by p2dr sampled": replace(drawn, blocks=48, ranks="p2dr", variance=True),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -175,4 +194,5 @@ SETS = {
     "budgets": _budgets(),
     "ranks": _ranks(),
     "details": _details(),
+    "sampled": _sampled(),
 }

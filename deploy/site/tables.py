@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,13 @@ PROVIDERS = {
     "flex": "FlexAttention",
     "torch": "PyTorch",
 }
+RULER = {
+    "retrieval": ("niah",),
+    "tracing": ("vt",),
+    "counting": ("cwe", "fwe"),
+    "questions": ("qa",),
+}
+"""Groups of RULER's tasks, by how their names begin."""
 MAX_INTEGER = 2**31 - 1
 
 
@@ -206,6 +214,54 @@ def _answers(dense: dict[str, Any], budget: dict[str, Any], where: str) -> Itera
     )
 
 
+def ruler(*files: str) -> str:
+    """Return RULER by ``sparsek eval``: a line for each model, length and budget, by task group."""
+    cells: dict[tuple[str, int], dict[str, dict[str, dict[str, Any]]]] = {}
+    machines = []
+    for file in files:
+        found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        machines.append(found["machine"])
+        for row in found["retrieval"]:
+            cell = cells.setdefault((found["model"], row["length"]), {})
+            cell.setdefault(row["label"], {})[row["task"]] = row
+    lines = []
+    for (model, length), cell in cells.items():
+        dense = cell["dense"]
+        least = next((of for label, of in cell.items() if label.startswith("sink_window")), None)
+        for label, tasks in cell.items():
+            mean = tasks["mean"]
+            above = least and mean["accuracy"] - least["mean"]["accuracy"]
+            lines.append(
+                (
+                    f"{model}, {_tokens(length)}, {mean['prompts']}",
+                    f"`{label}`",
+                    f"{mean['accuracy']:.1%}",
+                    *(_group(tasks, names) for names in RULER.values()),
+                    f"{mean['of_reference']:.1%}" if "of_reference" in mean else "",
+                    _lowest(tasks, dense) if tasks is not dense else "",
+                    f"{100 * above:+.1f}" if above is not None and tasks is not least else "",
+                    f"{mean['kl']:.4f}" if "kl" in mean else "",
+                )
+            )
+    head = ("model, length, prompts", "budget", "all", *RULER, "of dense", "lowest task")
+    return f"{_table((*head, 'above the window', 'KL'), lines)}\n\n{_measured_on(machines)}"
+
+
+def _group(tasks: dict[str, dict[str, Any]], names: tuple[str, ...]) -> str:
+    """Return the mean accuracy over the tasks whose names begin so."""
+    return f"{fmean(row['accuracy'] for task, row in tasks.items() if task.startswith(names)):.1%}"
+
+
+def _lowest(tasks: dict[str, dict[str, Any]], dense: dict[str, dict[str, Any]]) -> str:
+    """Return the task that keeps least of dense attention's, of those where this has a fifth."""
+    kept = [
+        (tasks[task]["accuracy"] / row["accuracy"], task)
+        for task, row in dense.items()
+        if task != "mean" and row["accuracy"] > 0.2
+    ]
+    return "{1} {0:.0%}".format(*min(kept)) if kept else ""
+
+
 def shares(*budgets: str) -> str:
     """Return what share of the context a decoded token attends, for budgets of ``sparsek eval``."""
     from sparsek_backend.eval.budgets import parse_budget
@@ -258,6 +314,7 @@ TABLES: dict[str, Callable[..., str]] = {
         served,
         load,
         quality,
+        ruler,
         shares,
         by_records,
         tested,

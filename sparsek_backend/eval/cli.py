@@ -26,7 +26,7 @@ from sparsek_backend.eval.options import (
     BudgetOptions,
     EngineOptions,
     PromptOptions,
-    check_unique,
+    check_each,
     server_of,
 )
 from sparsek_backend.eval.plot import plot_results
@@ -96,7 +96,7 @@ def evaluate(
         if base_url:
             reason = "base-url: a server has its own model, budget and engine"
             refuse_set(reason, budgets, engine, model=model, chat=asked.chat)
-            check_unique("base-url", [server_of(text)[0] for text in base_url])
+            check_each("base-url", [server_of(text)[0] for text in base_url])
         elif served_model:
             raise ValueError("served-model: expected with --base-url only; use --model")
         compared = budgets.parsed()
@@ -104,23 +104,18 @@ def evaluate(
         import_pyplot()  # what the end needs is missed at the start
         out.mkdir(parents=True, exist_ok=True)
         what = server_of(base_url[0])[1] if base_url else model or str(fetch_model())
-        tokenizer: Callable[[], Tokenizer] = (
-            partial(ServedScorer, what, served_model)
-            if base_url
-            else partial(HubTokenizer, what, asked.chat)
-        )
+        local, gpus = LocalModel(what, engine.arguments()), engine.gpus()
+        runs: dict[str, Scoring] = {one.label: partial(local.run, one) for one in compared}
+        tokenizer: Callable[[], Tokenizer] = partial(HubTokenizer, what, asked.chat)
+        if base_url:
+            gpus = [None]
+            runs = {server_of(url)[0]: partial(run_server, url, served_model) for url in base_url}
+            tokenizer = partial(ServedScorer, what, served_model)
         kept = out / f"{name}.prompts.json.gz"
         found, file = take_prompts(prompts, asked, tokenizer, what, kept)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
-        runs: list[tuple[str, Scoring]] = []
-        gpus: Sequence[str | None] = (None,)
-        if base_url:
-            for url in base_url:
-                runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
-        else:
-            local, gpus = LocalModel(what, engine.arguments()), engine.gpus()
-            runs += [(one.label, partial(local.run, one, place)) for one in compared]
-        _report(out, name, run_all(found, runs, gpus), commit)
+        keys = run_all(found, [(x, partial(run, place)) for x, run in runs.items()], gpus)
+        _report(place.record, keys, commit)
 
 
 @app.command("prompts")
@@ -142,29 +137,32 @@ def make_prompt_file(
 
 @app.command("report")
 def report(
-    record: Annotated[Path, typer.Argument(help="The .jsonl file of an evaluation.")],
+    record: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="The .jsonl file of an evaluation."),
+    ],
     commit: Commit = "",
 ) -> None:
     """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
     with _mendable():
-        if record.suffix != ".jsonl" or not record.is_file():
-            reason = "which is no such file" if record.exists() else "which does not exist"
-            raise ValueError(f"record: expected a .jsonl file, got {str(record)!r}, {reason}")
-        _report(record.parent, record.stem, None, commit)
+        _report(record, None, commit)
 
 
 @app.command("picture")
 def draw_picture(
     results: Annotated[list[Path], typer.Argument(help="Result JSONs, of one model or several.")],
+    served: Annotated[
+        Path | None, typer.Option(help="CSV of `sparsek bench serve`: its speed-ups go below.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("picture.png"),
 ) -> None:
-    """Draw accuracy and KL over the context from result files: a column for each model and variant.
+    """Draw accuracy and KL over the context from result files: a line for each model and budget.
 
     A budget that several files have is drawn from the last of them.
     """
     with _mendable():
         out.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"wrote {plot_results(read_results(results), out)}")
+        console.print(f"wrote {plot_results(read_results(results), out, served)}")
 
 
 @app.command("mass")
@@ -196,13 +194,12 @@ def measure_mass(
         tokenizer, kept = partial(HubTokenizer, model, asked.chat), out / f"{name}.prompts.json.gz"
         found, _ = take_prompts(prompts, replace(asked, samples=1), tokenizer, model, kept)
         prompt = found.prompts[0]
-        with console.status("reading the prompt") as status:
+        with console.status("reading the prompt"):
             masses = measure_model(
                 model,
                 prompt.ids,
                 policy_of,
                 entries=None if pattern is None else PrefillPattern.load(pattern).entries,
-                on_layer=lambda layer: status.update(f"layer {layer}"),
             )
         title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
         for phase in PHASES:
@@ -257,8 +254,8 @@ def run_all(
         return list(pool.map(run, *zip(*runs, strict=True)))
 
 
-def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> None:
-    runs = collect_runs(read_rows(out / f"{name}.jsonl"), keys)
+def _report(record: Path, keys: Sequence[str] | None, commit: str) -> None:
+    runs = collect_runs(read_rows(record), keys)
     rows = compare_runs(runs)
     for table in result_tables(rows):
         console.print(table)
@@ -274,8 +271,8 @@ def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> No
         "warnings": warnings_of(rows),
         "retrieval": rows,
     }
-    full = out / f"{name}.json"
+    csv, full, picture = (record.with_suffix(f".{kind}") for kind in ("csv", "json", "png"))
     full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    csv = write_csv_file(out / f"{name}.csv", rows, digits=6)
-    for path in (csv, full, plot_results({model: rows}, out / f"{name}.png")):
+    write_csv_file(csv, rows, digits=6)
+    for path in (csv, full, plot_results({model: rows}, picture)):
         console.print(f"wrote {path}")

@@ -8,9 +8,10 @@ blocks that it attends; the best choice of as many blocks would catch most.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ from sparsek_backend.extras import needing
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
-from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 PHASES = ("prefill", "decode")
 """Phases of a selection: a tile of a prompt shares one, each decoded token has its own."""
@@ -44,14 +45,12 @@ def block_masses(
     """
     length, heads = k.shape[:2]
     chosen = q[rows].float().unflatten(1, (heads, -1))  # [R, Hkv, G, D]
-    future = torch.arange(length, device=q.device) > rows[:, None]
-    found = []
-    for head in range(heads):
-        logits = chosen[:, head] @ k[:, head].float().T * softmax_scale  # [R, G, N]
-        weights = logits.masked_fill(future[:, None], float("-inf")).softmax(-1).mean(1)
-        padded = torch.nn.functional.pad(weights, (0, -length % size))
-        found.append(padded.unflatten(1, (-1, size)).sum(-1))
-    return torch.stack(found, dim=1)
+    logits = torch.einsum("rhgd,nhd->rhgn", chosen, k.float()) * softmax_scale
+    future = torch.arange(length, device=q.device) > rows[:, None, None, None]
+    weights = logits.masked_fill(future, float("-inf")).softmax(-1).mean(2)  # [R, Hkv, N]
+    padded = torch.nn.functional.pad(weights, (0, -length % size))
+    masses: torch.Tensor = padded.unflatten(-1, (-1, size)).sum(-1)
+    return masses
 
 
 def measure(
@@ -85,22 +84,20 @@ def measure(
         )
     rows = torch.linspace(first, length - 1, min(_ROWS, length - first)).long().to(q.device)
     masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)
-    blocks = ceil_div(length, size)
+    blocks = masses.shape[-1]
     indices = block_indices(q, k, v, policy, softmax_scale, index)[0, rows].long()  # [R, Hkv, S]
     attended = torch.zeros(*masses.shape[:2], blocks + 1, dtype=torch.bool, device=q.device)
     attended.scatter_(2, torch.where(indices < 0, blocks, indices), True)
-    attended = attended[..., :blocks]
+    attended = attended[..., :-1]
     caught = (masses * attended).sum(-1)
     seen = rows[:, None] + 1 - size * torch.arange(blocks, device=q.device)  # keys of each block
     share = (attended * seen.clamp(0, size)[:, None]).sum(-1) / (rows[:, None] + 1)
-    candidates = torch.zeros(len(rows), 1, blocks, dtype=torch.bool, device=q.device)
-    for row, position in enumerate(rows.tolist()):
-        begin, end = policy.candidate_range(position)
-        candidates[row, :, begin:end] = True
-    competing = masses * candidates
-    best = (masses * ~candidates).sum(-1)
-    most = min(policy.scored_blocks, blocks)
-    best = best + competing.topk(most, dim=-1).values.sum(-1)
+    ranges = torch.tensor([policy.candidate_range(i) for i in rows.tolist()], device=q.device)
+    begin, end = ranges[:, None].split(1, -1)  # [R, 1, 1]
+    number = torch.arange(blocks, device=q.device)
+    competing = masses * ((number >= begin) & (number < end))
+    chosen = competing.topk(min(policy.scored_blocks, blocks), dim=-1).values.sum(-1)
+    best = (masses - competing).sum(-1) + chosen
     return caught.mean(0), best.mean(0), share.mean(0)
 
 
@@ -110,7 +107,6 @@ def measure_model(
     policy_of: Callable[[int], StepPolicy],
     *,
     entries: Mapping[int, torch.Tensor] | None = None,
-    on_layer: Callable[[int], None] = lambda layer: None,
 ) -> list[dict[str, Any]]:
     """Run a model over token ids and measure every layer.
 
@@ -135,12 +131,11 @@ def measure_model(
         lists = None
         if entries is not None and layer in entries:
             lists = VerticalSlash(block_lists(entries[layer], policy.prefill).to(q.device))
-        rules = ((policy.prefill, lists), (policy.decode, None))
-        for phase, (rule, index) in zip(PHASES, rules, strict=True):
-            shares = torch.stack(measure(q, k, v, rule, scale, index), 1)
-            for head, three in enumerate(shares.tolist()):
+        rules = (policy.prefill, policy.decode)
+        for phase, rule, index in zip(PHASES, rules, (lists, None), strict=True):
+            shares = torch.stack(measure(q, k, v, rule, scale, index), 1).tolist()
+            for head, three in enumerate(shares):
                 found.append(dict(zip(COLUMNS, (phase, layer, head, *three), strict=True)))
-        on_layer(layer)
 
     read_layers(model, ids, record)
     return found
@@ -191,18 +186,10 @@ def read_layers(model: str, ids: Sequence[int], record: Record) -> None:
         from sparsek_backend.patterns.models import observe_model
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    def show(layer: int, q: Any, k: Any, v: Any, softmax_scale: float | None = None) -> None:
+        record(layer, q, k, v, softmax_scale or q.shape[-1] ** -0.5)
+
     layers = range(loaded.config.get_text_config().num_hidden_layers)
-    learners = {layer: _Shown(layer, record) for layer in layers}
+    learners: Any = {layer: SimpleNamespace(observe=partial(show, layer)) for layer in layers}
     observe_model(loaded, learners, [torch.tensor([list(ids)])])
-
-
-@dataclass(frozen=True)
-class _Shown:
-    layer: int
-    record: Record
-
-    def observe(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None
-    ) -> None:
-        """Show a layer's batch."""
-        self.record(self.layer, q, k, v, softmax_scale or q.shape[-1] ** -0.5)

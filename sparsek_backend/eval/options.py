@@ -19,9 +19,10 @@ from sparsek_backend.eval.ruler import make_ruler_prompts, read_tasks
 from sparsek_backend.eval.tasks import TASKS, make_prompts, read_texts
 from sparsek_backend.models import fetch_texts
 
-_ON_GPU = {"arms": "block_topk:96", "length": 16384, "samples": 100}
-_ON_CPU = {"arms": "block_topk:16,decode_tokens=512", "length": 4096, "samples": 2}
+_ON_GPU: dict[str, Any] = {"arms": "block_topk:96", "length": 16384, "samples": 100}
+_ON_CPU: dict[str, Any] = {"arms": "block_topk:16,decode_tokens=512", "length": 4096, "samples": 2}
 """Prompts enough for differences of a few points; few enough for an hour."""
+_HERE = _ON_GPU if torch.cuda.is_available() else _ON_CPU
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,13 @@ class PromptOptions:
         """
         if given is not None:
             refuse_set("prompts: the file has the prompts", self)
-        check_known("suite", [self.suite] if self.suite else [], ["ruler"])
-        check_known("task", self.task, read_tasks() if self.suite else TASKS)
-        check_known("variant", self.variant, VARIANTS)
+        check_each("suite", self.suite and [self.suite], ["ruler"])
+        check_each("task", self.task, read_tasks() if self.suite else TASKS)
+        check_each("variant", self.variant, VARIANTS)
+        check_each("length", self.length)
         if self.suite:
             reason = "suite: RULER's questions end their prompts, and it has texts of its own"
             refuse_set(reason, variant=self.variant, texts_folder=self.texts_folder)
-        if self.texts_folder is not None:
-            read_texts(self.texts_folder)
-        for option in ("task", "variant", "length"):
-            check_unique(option, getattr(self, option) or ())
 
     def make(
         self,
@@ -101,8 +99,8 @@ class PromptOptions:
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> PromptSet:
         """Make the prompts."""
-        asked: dict[str, Any] = {"seed": self.seed, "count": self.samples or default("samples")}
-        asked["lengths"] = self.length or [default("length")]
+        asked: dict[str, Any] = {"seed": self.seed, "count": self.samples or _HERE["samples"]}
+        asked["lengths"] = self.length or [_HERE["length"]]
         if self.suite:
             asked |= {"tasks": self.task or list(read_tasks()), "on_progress": on_progress}
             prompts: Iterable[Prompt] = make_ruler_prompts(tokenizer, model, **asked)
@@ -148,14 +146,14 @@ class BudgetOptions:
         Raises:
             ValueError: a budget that cannot be read, one that is given twice, or none but dense.
         """
-        arms = self.arms or (None if self.budget else default("arms"))
+        arms = self.arms or (None if self.budget else _HERE["arms"])
         texts = [*(arms_of(arms) if arms else ()), *(self.budget or ())]
         budgets = [parse_budget(text) for text in texts]
         if self.mixed:
             budgets = [one for budget in budgets for one in (budget, *halves(budget))]
         sparse = [budget for budget in budgets if budget.settings is not None]
         budgets = [parse_budget("dense"), *sparse]
-        check_unique("budget", [budget.label for budget in budgets])
+        check_each("budget", [budget.label for budget in budgets])
         if len(budgets) == 1:
             raise ValueError("budget: expected at least one besides dense")
         return budgets
@@ -187,11 +185,6 @@ def arms_of(text: str) -> list[str]:
     policy = budget.policy().prefill
     window = (policy.budget_blocks - policy.sink_blocks) * policy.sel_block_size
     return [text, half, twice, f"sink_window:{window},num_sink={policy.num_sink}"]
-
-
-def default(name: str) -> Any:
-    """What an option is on this machine if it is not given."""
-    return (_ON_GPU if torch.cuda.is_available() else _ON_CPU)[name]
 
 
 @dataclass(frozen=True)
@@ -239,9 +232,8 @@ class EngineOptions:
 
         ``None`` leaves one engine to find its own.
         """
-        every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
-            map(str, range(torch.cuda.device_count()))
-        )
+        seen = map(str, range(torch.cuda.device_count()))
+        every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(seen)
         found, size = every.split(","), self.tensor_parallel or 1
         if every and len(found) < size:
             raise ValueError(f"tensor-parallel: expected at most {len(found)} GPUs, got {size}")
@@ -255,15 +247,13 @@ def server_of(text: str) -> tuple[str, str]:
     return (label, url) if separator and "/" not in label else (text, text)
 
 
-def check_known(name: str, values: Sequence[str] | None, known: Collection[str]) -> None:
-    """Refuse a value that is none of those known."""
-    for value in values or ():
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-
-
-def check_unique(name: str, values: Sequence[object]) -> None:
-    """Refuse a value that is given twice."""
-    for value in values:
-        if values.count(value) > 1:
+def check_each(
+    name: str, values: Sequence[object] | None, known: Collection[object] | None = None
+) -> None:
+    """Refuse a value that is given twice, or is none of those ``known``."""
+    given = values or ()
+    for value in given:
+        if known is not None and value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
+        if given.count(value) > 1:
             raise ValueError(f"{name}: {value!r} is given twice")

@@ -1,61 +1,85 @@
-"""The picture of an evaluation: accuracy and KL divergence over the length of the context."""
+"""The picture of an evaluation: accuracy and KL divergence over the context, and speed below."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
 from sparsek_backend.pyplot import import_pyplot, write_figure
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 _DRAWN = {"accuracy": "mean accuracy", "kl": "KL from dense attention, nats a token"}
+_TIMED = {"ttft_ms": "first token", "tpot_ms": "each further token"}
+_STYLES = ("-", "--", ":", "-.")
+"""Lines of the models, in their order."""
 
 
-def plot_results(results: Mapping[str, Sequence[Row]], path: Path) -> Path:
-    """Draw a column for each model and variant, a row for what its results have, a line a budget.
+def plot_results(
+    results: Mapping[str, Sequence[Row]], path: Path, served: Path | None = None
+) -> Path:
+    """Draw a column for each variant, a row for what its results have, a line a model and budget.
 
     Bars are 95 % intervals.  Texts are drawn where there is nothing else.
+
+    Args:
+        served: the CSV of `sparsek bench serve`, whose speed-ups are drawn below.
+
+    Raises:
+        ValueError: ``served`` is no such file.
     """
     pyplot = import_pyplot()
-    columns: dict[str, list[Row]] = {}
+    shown: list[Row] = []
     for model, rows in results.items():
         asked = [row for row in rows if row["variant"] != "text"] or rows
         means = [row for row in asked if row["task"] == MEAN] or asked
-        for variant in dict.fromkeys(row["variant"] for row in means):
-            columns[f"{model}, {variant}"] = [row for row in means if row["variant"] == variant]
-    drawn = [x for x in _DRAWN if any(x in row for rows in columns.values() for row in rows)]
+        shown += [{**row, "model": model} for row in means]
+    labels, variants = (dict.fromkeys(row[of] for row in shown) for of in ("label", "variant"))
+    drawn = [name for name in _DRAWN if any(name in row for row in shown)]
+    speeds = {} if served is None else _read_speeds(served)
     figure, axes = pyplot.subplots(
-        len(drawn),
-        len(columns),
-        figsize=(5.2 * len(columns), 3.4 * len(drawn)),
+        height := len(drawn) + bool(speeds),
+        len(variants),
+        figsize=(max(5.2 * len(variants), 8.4), 1.0 + 2.7 * height),
         sharex=True,
         sharey="row",
         squeeze=False,
         layout="constrained",
     )
-    labels = dict.fromkeys(row["label"] for rows in columns.values() for row in rows)
     colours = {label: f"C{i}" for i, label in enumerate(labels)} | {"dense": "black"}
-    for name, line in zip(drawn, axes, strict=True):
-        for axis, rows in zip(line, columns.values(), strict=True):
-            for label in labels:
-                cells = [row for row in rows if row["label"] == label and name in row]
-                _draw(axis, cells, name, label=label, color=colours[label])
-            axis.grid(alpha=0.3)
+    styles = dict(zip(results, _STYLES * len(results), strict=False))
+    for name, line in zip(drawn, axes, strict=False):
+        places = zip(line, variants, strict=True)
+        for (axis, variant), model, label in product(places, results, labels):
+            wanted = {"variant": variant, "model": model, "label": label}
+            style = {"color": colours[label], "linestyle": styles[model]}
+            cells = [row for row in shown if row.items() >= wanted.items() and name in row]
+            _draw(axis, cells, name, label=f"{model}: {label}", **style)
         line[0].set_ylabel(_DRAWN[name])
         if name == "kl":
             line[0].set_yscale("symlog", linthresh=1e-3)
         line[0].set_ylim(bottom=0.0)
-    for title, top, bottom in zip(columns, axes[0], axes[-1], strict=True):
-        top.set_title(title, fontsize=10)
-        bottom.set_xlabel("tokens of the prompt")
+    for axis in axes[-1] if speeds else ():
+        for number, (label, points) in enumerate(speeds.items(), len(labels)):
+            line = zip(*sorted(points.items()), strict=True)
+            axis.plot(*line, marker="s", label=label, color=f"C{number}")
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_ylabel("times as fast as dense")
+        axis.legend(fontsize=8)
     named: dict[str, Any] = {}
-    for top in axes[0]:
+    for variant, top, bottom in zip(variants, axes[0], axes[-1], strict=True):
+        top.set_title(variant, fontsize=10)
+        bottom.set_xlabel("tokens of the context")
         handles, names = top.get_legend_handles_labels()
         named |= dict(zip(names, handles, strict=True))
     figure.legend(named.values(), named, loc="outside lower center", ncols=2, fontsize=8)
-    lengths = sorted({row["length"] for rows in columns.values() for row in rows})
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    lengths = sorted({row["length"] for row in shown}.union(*speeds.values()))
     axes[0][0].set_xscale("log", base=2)
     axes[0][0].set_xticks(lengths, [f"{length / 1024:.3g}k" for length in lengths])
     axes[0][0].minorticks_off()
@@ -67,3 +91,22 @@ def _draw(axis: Any, cells: Sequence[Row], name: str, **style: str) -> None:
         ends = [[abs(row[f"{name}_{end}"] - row[name]) for row in cells] for end in ("low", "high")]
         x, y = ([row[of] for row in cells] for of in ("length", name))
         axis.errorbar(x, y, yerr=ends, marker="o", capsize=3, **style)
+
+
+def _read_speeds(path: Path) -> dict[str, dict[int, float]]:
+    """By what was timed: how many times as fast ours was at each context."""
+    found: dict[str, dict[int, float]] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = {(x["requests"], x["context"], x["backend"]): x for x in csv.DictReader(file)}
+        for (requests, context, backend), theirs in rows.items():
+            if backend == BACKEND_NAME:
+                continue
+            ours = rows[requests, context, BACKEND_NAME]
+            for name, what in _TIMED.items():
+                label = f"{ours['model']}, {requests} requests: {what}"
+                found.setdefault(label, {})[int(context)] = float(theirs[name]) / float(ours[name])
+    except (OSError, KeyError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: expected the CSV of `sparsek bench serve`: {reason}") from error
+    return found

@@ -6,13 +6,13 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal
 
-from sparsek_backend.eval.filler import NOTES_BEGIN, make_notes
+from sparsek_backend.eval.filler import NOTES, NOTES_BEGIN, endless
 
 Tokens = tuple[int, ...]
 Variant = Literal["plain", "followed", "text"]
@@ -21,34 +21,29 @@ VARIANTS: tuple[Variant, ...] = ("plain", "followed")
 FOLLOWED_BY = 600
 """Tokens between question and answer in the variant ``followed``."""
 SHORT_LEAD = "The answer is:"
-_LONGEST_PIECE, _LARGEST_CACHE = 1 << 14, 1 << 16
-"""Characters of the longest text whose tokens a tokenizer keeps, and how many it keeps."""
 LEAST_FILLER = 64
 """Tokens of filler that a prompt must have room for."""
 
 
 class Tokenizer(ABC):
-    """Text to token ids; those of short texts are kept."""
+    """Text to token ids."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Tokens] = {}
-
-    def encode(self, text: str) -> Tokens:
-        """Token ids of a text, without special tokens; chat markers in it count as such."""
-        tokens = self._known.get(text)
-        if tokens is None:
-            tokens = self.read(text)
-            if len(self._known) < _LARGEST_CACHE and len(text) <= _LONGEST_PIECE:
-                self._known[text] = tokens
-        return tokens
+        self.encode: Callable[[str], Tokens] = lru_cache(1 << 16)(self.read)
+        """What ``read`` returns, which is kept: for texts that come again."""
 
     @abstractmethod
-    def read(self, text: str) -> Tokens:
-        """What :meth:`encode` keeps."""
+    def read(self, text: str, *, special: bool = False) -> Tokens:
+        """Token ids of a text; ``special`` adds those that begin one.
 
-    @abstractmethod
+        Chat markers in it count as such.
+        """
+
     def frame(self) -> tuple[Tokens, Tokens]:
-        """Tokens before and after a user's words: a chat template's, or those that begin a text."""
+        """Tokens before and after a user's words: those that begin a text, and a line's end."""
+        plain, begun = (self.read("a", special=special) for special in (False, True))
+        before = begun[: len(begun) - len(plain)] if begun[-len(plain) :] == plain else ()
+        return before, self.encode("\n")
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,10 @@ def fit(
     followed = variant == "followed"
     head = (before, tokenizer.encode(draft.head))
     lead = tokenizer.encode(SHORT_LEAD if followed else draft.lead)
-    notes = _notes(tokenizer, rng) if followed else []
+    notes: list[Tokens] = []
+    if followed:
+        notes.append(tokenizer.encode(NOTES_BEGIN))
+        notes += _take(tokenizer, endless(rng, NOTES), FOLLOWED_BY - len(notes[0]))
     tail = (tokenizer.encode(draft.question), *notes, after, lead)
     needles = (tokenizer.encode(text) for _, text in draft.needles)
     room = length - sum(map(len, (*head, *needles, *tail)))
@@ -181,12 +179,6 @@ def make_answer(tokenizer: Tokenizer, text: str) -> Answer:
     """An expected answer in the forms that a tokenizer gives it at a start and behind a space."""
     forms = dict.fromkeys((tokenizer.encode(f" {text}"), tokenizer.encode(text)))
     return Answer(text, tuple(forms))
-
-
-def _notes(tokenizer: Tokenizer, rng: random.Random) -> list[Tokens]:
-    """Notes on how to answer, as token ids; variant ``followed`` puts them behind a question."""
-    begin = tokenizer.encode(NOTES_BEGIN)
-    return [begin, *_take(tokenizer, make_notes(rng), FOLLOWED_BY - len(begin))]
 
 
 def _take(tokenizer: Tokenizer, texts: Iterator[str], count: int) -> list[Tokens]:

@@ -76,7 +76,7 @@ def load_prompts(path: Path) -> PromptSet:
     try:
         data = path.read_bytes()
         document = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError, ValueError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
         raise ValueError(
             f"prompts: expected a prompt file, {path} does not read: {error}"
         ) from None
@@ -86,19 +86,15 @@ def load_prompts(path: Path) -> PromptSet:
         )
     try:
         pieces = [tuple(piece) for piece in document["pieces"]]
-        prompts = [_read(row, pieces) for row in document["prompts"]]
+        prompts = []
+        for row in document["prompts"]:
+            own = tuple(pieces[number] for number in row["pieces"])  # apart: they stay shared
+            prompts.append(replace(_PROMPT.validate_python({**row, "pieces": ()}), pieces=own))
+            if not prompts[-1].fits:
+                raise ValueError(f"{prompts[-1].name} has {len(prompts[-1].ids)} tokens")
         texts = (tuple(text["ids"]) for text in document.get("texts", ()))
         prompts += [make_text(index, ids) for index, ids in enumerate(texts)]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"prompts: {path} is damaged ({reason}); make it again") from None
     return PromptSet(prompts, document.get("details", {}))
-
-
-def _read(row: Mapping[str, Any], pieces: Sequence[Tokens]) -> Prompt:
-    # the pieces apart: they stay shared
-    own = tuple(pieces[number] for number in row["pieces"])
-    prompt = replace(_PROMPT.validate_python({**row, "pieces": ()}), pieces=own)
-    if not prompt.fits:
-        raise ValueError(f"{prompt.name} has {len(prompt.ids)} tokens")
-    return prompt

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,8 @@ def read_rows(path: Path) -> list[Row]:
     """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
     rows = []
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
@@ -68,11 +66,8 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 

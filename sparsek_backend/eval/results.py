@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sparsek_backend.config import ConfigError
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.record import Row, identity, prompt_row, read_rows
@@ -24,23 +23,9 @@ MEAN = "mean"
 class Run:
     """Everything that one budget, or one server, scored."""
 
+    label: str  # the budget as written, or a server's
     about: Row  # its line of the record: label, settings, machine, backend, seconds
     rows: Sequence[Row]  # its scores
-
-    @property
-    def label(self) -> str:
-        """The budget as written, or a server's label."""
-        return str(self.about["label"])
-
-    def shares(self, length: int) -> Row:
-        """Attended shares of prefill and decode at a length; ``None`` where they are not known."""
-        budget = Budget(self.label, self.about["settings"])
-        try:
-            found = (budget.prefill_share(length), budget.decode_share(length))
-        except ConfigError:  # settings of another version
-            found = None
-        known = found if found and self.about["known"] else (None, None)  # a server's are not
-        return dict(zip(("prefill_share", "decode_share"), known, strict=True))
 
 
 def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:
@@ -67,16 +52,14 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
             seconds = about.get(row["run"], {}).get("seconds", 0.0) + row.get("seconds", 0.0)
             about[row["run"]] = {**row, "seconds": seconds}
             latest[row["label"]] = row["run"]
-    if keys is None:
-        keys = list(latest.values())
-    absent = [key for key in keys if key not in about]
-    if absent or not keys:
+    keys = list(latest.values()) if keys is None else keys
+    if not keys or not about.keys() >= set(keys):
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
     scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}
     for row in rows:
         if row["kind"] == "prompt" and row["run"] in scores:
             scores[row["run"]][identity(row)] = row
-    return [Run(about[key], list(scores[key].values())) for key in keys]
+    return [Run(about[key]["label"], about[key], list(scores[key].values())) for key in keys]
 
 
 def compare_runs(runs: Sequence[Run]) -> list[Row]:
@@ -87,6 +70,7 @@ def compare_runs(runs: Sequence[Run]) -> list[Row]:
     reference = {identity(row): row for row in runs[0].rows}
     found = []
     for run in runs:
+        budget, known = Budget(run.label, run.about["settings"]), run.about["known"]
         cells: dict[tuple[str, int], dict[str, list[Row]]] = {}
         for row in run.rows:
             if identity(row) in reference:
@@ -94,7 +78,10 @@ def compare_runs(runs: Sequence[Run]) -> list[Row]:
                 pair = _pair(reference[identity(row)], row)
                 tasks.setdefault(row["task"], []).append(pair)
         for (variant, length), tasks in sorted(cells.items()):
-            shares = run.shares(length)
+            shares = {
+                "prefill_share": budget.prefill_share(length) if known else None,
+                "decode_share": budget.decode_share(length) if known else None,
+            }
             cell = {MEAN: list(tasks.values())} if len(tasks) > 1 else {}
             cell |= {task: [of_task] for task, of_task in tasks.items()}
             for task, groups in cell.items():
@@ -152,19 +139,15 @@ def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str)
 def warnings_of(rows: Sequence[Row]) -> list[str]:
     """Warnings to print above the figures."""
     tasks = [row for row in rows if row["task"] != MEAN]
-    wanted: Counter[tuple[str, str, int]] = Counter()
-    scored: Counter[tuple[str, str, str, int]] = Counter()
-    for row in tasks:
-        cell = row["task"], row["variant"], row["length"]
-        scored[row["label"], *cell] = row["prompts"]
-        wanted[cell] = max(wanted[cell], row["prompts"])
-    found = [
-        f"{label}, {task}, {variant}, {length} tokens: "
-        + (f"{count} of {most} prompts were scored" if count else "no prompt was scored")
-        for label in dict.fromkeys(row["label"] for row in tasks)
-        for (task, variant, length), most in wanted.items()
-        if (count := scored[label, task, variant, length]) < most
-    ]
+    scored = {(r["task"], r["variant"], r["length"], r["label"]): r["prompts"] for r in tasks}
+    found = []
+    for label, cell in itertools.product(
+        dict.fromkeys(row["label"] for row in tasks), dict.fromkeys(key[:3] for key in scored)
+    ):
+        most = max(count for key, count in scored.items() if key[:3] == cell)
+        if (count := scored.get((*cell, label), 0)) < most:
+            what = f"{count} of {most} prompts were scored" if count else "no prompt was scored"
+            found.append("{}, {}, {}, {} tokens: {}".format(label, *cell, what))
     for row in rows:
         whole = [(row[f"{x}_share"] or 0.0) > 0.9995 for x in ("prefill", "decode")]
         halved = "sparse_phase=" in row["label"]

@@ -81,8 +81,7 @@ def make_ruler_prompts(
     """
     served = isinstance(tokenizer, ServedScorer)
     opened = [model, getattr(tokenizer, "model" if served else "chat")]
-    jobs = list(product(lengths, tasks)) if count else []
-    made: list[str] = []
+    jobs = list(product(lengths, tasks))
 
     def make(length: int, task: str) -> Sequence[Prompt]:
         file = Path(folder, f"{task}-{length}.json")
@@ -98,13 +97,15 @@ def make_ruler_prompts(
             raise ValueError(
                 f"length: expected at least {least} tokens for task {task!r}, got {length}"
             )
-        made.append(task)
-        on_progress(f"made {task} of {length} tokens, {len(made)} of {len(jobs)}")
         return load_prompts(file).prompts
 
-    workers = max(min(len(jobs), os.cpu_count() or 1, _MOST_WORKERS), 1)
+    found: list[Prompt] = []
+    workers = min(len(jobs), os.cpu_count() or 1, _MOST_WORKERS)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
-        return list(chain.from_iterable(pool.map(lambda job: make(*job), jobs)))
+        for number, prompts in enumerate(pool.map(make, *zip(*jobs, strict=True)), 1):
+            found += prompts
+            on_progress(f"made {number} of {len(jobs)} kinds of prompts")
+    return found
 
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,9 +119,9 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
 
     def pieces(text: str) -> tuple[Tokens, ...]:
         if not chat:
-            return before, tokenizer.encode(text)
+            return before, tokenizer.read(text)
         words, _, lead = text.rpartition(_TURN)
-        return before, tokenizer.encode(words.replace(_TURN, "")), after, tokenizer.encode(lead)
+        return before, tokenizer.read(words.replace(_TURN, "")), after, tokenizer.read(lead)
 
     def text_to_tokens(text: str) -> list[int]:
         nonlocal counted
@@ -150,7 +151,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
                     index=row["index"],
                     pieces=tuple(piece for piece in pieces(text) if piece),
                     answers=tuple(make_answer(tokenizer, output) for output in outputs),
-                    target=tokenizer.encode(target),
+                    target=tokenizer.encode(target)[:answer_tokens],
                     max_tokens=answer_tokens,
                     metric=task["metric"],
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -97,17 +96,10 @@ class LocalModel:
 
     def key(self, budget: Budget, commit: str) -> str:
         """The run's key."""
-        machine = describe_machine(choose_device(), commit)
-        return run_key(
-            {
-                "model": self.name,
-                "files": _fingerprint(Path(self.model)),
-                "settings": budget.settings,
-                "engine": self.arguments(),
-                "sparsek": __version__,
-                **asdict(machine),
-            }
-        )
+        parts = asdict(describe_machine(choose_device(), commit))
+        parts |= {"model": self.name, "files": _fingerprint(Path(self.model))}
+        parts |= {"settings": budget.settings, "engine": self.arguments(), "sparsek": __version__}
+        return run_key(parts)
 
     def run(
         self, budget: Budget, place: Workplace, on_progress: OnProgress, gpus: str | None = None
@@ -123,13 +115,14 @@ class LocalModel:
         key = self.key(budget, place.commit)
         if not place.missing(key, on_progress):
             return key
-        settings = None if budget.settings is None else dict(budget.settings)
         data = {
             "model": self.model,
             "engine": self.arguments(),
             "prompts": str(place.prompts_file),
             "record": str(place.record),
-            "run": _run_row(key, place, budget.label, self.name, settings=settings, known=True),
+            "run": _run_row(
+                key, place, budget.label, self.name, settings=budget.settings, known=True
+            ),
         }
 
         def tell(message: str) -> None:
@@ -206,13 +199,9 @@ def _decoder(model: str) -> Any:
 
 
 def _fingerprint(folder: Path) -> Sequence[object]:
-    """Fingerprint of a folder of weights: a digest of its configuration, and its files' sizes."""
-    if not folder.is_dir():
-        return []
-    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
-    config = folder / "config.json"
-    content = config.read_bytes() if config.is_file() else b""
-    return [hashlib.sha256(content).hexdigest()[:16], [(f.name, f.stat().st_size) for f in files]]
+    """The files of a model's folder: what its configuration says, and sizes of all others."""
+    files = sorted(folder.glob("*.*"))
+    return [(x.name, x.read_text() if x.name == "config.json" else x.stat().st_size) for x in files]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -68,10 +69,5 @@ def _contains(reply: Reply, answer: Answer) -> bool:
         return answer.text in reply.text
     if reply.tokens is None:
         raise ValueError("reply: expected text or tokens, got neither")
-    return any(_holds(reply.tokens, form) for form in answer.tokens)
-
-
-def _holds(tokens: Tokens, part: Tokens) -> bool:
-    """Whether ``part`` occurs in ``tokens`` without a gap."""
-    width = len(part)
-    return any(tokens[i : i + width] == part for i in range(len(tokens) - width + 1))
+    places = itertools.product(range(len(reply.tokens)), answer.tokens)
+    return any(reply.tokens[i : i + len(form)] == form for i, form in places)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +37,7 @@ class ServedScorer(Tokenizer):
 
     def __init__(self, base_url: str, model: str | None = None, timeout: float = 600.0) -> None:
         super().__init__()
-        parts = urllib.parse.urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if not base_url.startswith(("http://", "https://")):
             raise ServerError(
                 f"base-url: expected a URL such as http://127.0.0.1:8000/v1, got {base_url!r}"
             )
@@ -54,17 +52,8 @@ class ServedScorer(Tokenizer):
             raise ServerError(f"model: expected one of {listed} at {base_url}, got {model!r}")
         self.model: str = model or listed[0]
 
-    def read(self, text: str) -> Tokens:
+    def read(self, text: str, *, special: bool = False) -> Tokens:
         """Token ids as the server finds them."""
-        return self._tokenize(text, special=False)
-
-    def frame(self) -> tuple[Tokens, Tokens]:
-        """The tokens that begin a text, and a line's end: completions have no chat template."""
-        plain, begun = (self._tokenize("a", special=special) for special in (False, True))
-        before = begun[: len(begun) - len(plain)] if begun[-len(plain) :] == plain else ()
-        return before, self.encode("\n")
-
-    def _tokenize(self, text: str, *, special: bool) -> Tokens:
         body = {"model": self.model, "prompt": text, "add_special_tokens": special}
         return tuple(int(token) for token in self._call("/tokenize", body)["tokens"])
 
@@ -94,8 +83,7 @@ class ServedScorer(Tokenizer):
     def _complete(self, tokens: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_tokens}
         body |= {"temperature": 0.0, "seed": 0, **more}
-        choice: dict[str, Any] = self._call("/v1/completions", body)["choices"][0]
-        return choice
+        return dict(self._call("/v1/completions", body)["choices"][0])
 
     def _call(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         request = urllib.request.Request(

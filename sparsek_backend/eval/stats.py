@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-CONFIDENCE = 0.95
 TOP = 20
 """Likeliest tokens of a place that are kept: as many as vLLM gives by default."""
 MOST_PLACES = 512
@@ -36,7 +35,7 @@ def mcnemar(reference: Sequence[bool], other: Sequence[bool]) -> tuple[int, int,
 
 
 def mean_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """Mean of the groups' means, and the ends of its bootstrap interval.
+    """Mean of the groups' means, and the ends of its 95 % bootstrap interval.
 
     Prompts are drawn again within their group (a task), so that every draw has as many of each.
 
@@ -51,7 +50,7 @@ def mean_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, floa
     random = np.random.default_rng(0)
     samples = [np.asarray(group, dtype=np.float64) for group in groups]
     draws = [x[random.integers(len(x), size=(_RESAMPLES, len(x)))].mean(1) for x in samples]
-    low, high = np.quantile(np.mean(draws, axis=0), [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
+    low, high = np.quantile(np.mean(draws, axis=0), [0.025, 0.975])
     return float(np.mean([x.mean() for x in samples])), float(low), float(high)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.table import Table
@@ -12,17 +12,15 @@ from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
 
 
-def result_tables(rows: Sequence[Row]) -> list[Table]:
+def result_tables(rows: Sequence[Row]) -> Iterator[Table]:
     """For each length and variant: the budgets over all tasks, then task by task."""
-    tables = []
     for length, variant in dict.fromkeys((row["length"], row["variant"]) for row in rows):
         here = [row for row in rows if (row["length"], row["variant"]) == (length, variant)]
         means = [row for row in here if row["task"] == MEAN] or here
         what = f"{length} tokens, {variant}"
-        tables.append(_against_reference(means, f"{what}: {means[0]['prompts']} prompts"))
+        yield _against_reference(means, f"{what}: {means[0]['prompts']} prompts")
         if means is not here:
-            tables.append(_by_task(here, f"{what}: accuracy by task"))
-    return tables
+            yield _by_task(here, f"{what}: accuracy by task")
 
 
 def _against_reference(rows: Sequence[Row], title: str) -> Table:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from sparsek_backend.eval.filler import NAMES, draw_numbers, endless, make_pool, make_sentence
+from sparsek_backend.eval.filler import draw_names, draw_numbers, endless, make_pool
 from sparsek_backend.eval.prompt import (
     SHORT_LEAD,
     Draft,
@@ -30,7 +30,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 def question_first(rng: random.Random, depth: float, seed: int) -> Draft:
     """The numbers of eight names in prose; which one is asked for stands before the text."""
-    names, numbers = rng.sample(NAMES, _KEYS), draw_numbers(rng, _KEYS)
+    names, numbers = draw_names(rng, _KEYS), draw_numbers(rng, _KEYS)
     depths = [depth, *(rng.random() for _ in range(_KEYS - 1))]
     return Draft(
         head=f"What is the access number of the {names[0]}? The text below says it.\n",
@@ -71,18 +71,13 @@ def _records(seed: int) -> tuple[tuple[str, str, str], ...]:
 
 def continuation(rng: random.Random, depth: float, seed: int) -> Draft:
     """A passage in prose; given its first sentence, the three that follow are asked for."""
-    known = {text.strip() for text in make_pool(seed)}
-    passage: list[str] = []
-    while len(passage) <= _SENTENCES:
-        sentence = make_sentence(rng)
-        if sentence not in known:
-            known.add(sentence)
-            passage.append(sentence)
-    first, rest = passage[0], passage[1:]
+    pool = make_pool(seed)
+    passage = rng.sample(pool, 1 + _SENTENCES)
+    first, *rest = (sentence.strip() for sentence in passage)
     return Draft(
         head="Read the text below with care; one passage of it is asked for at the end.\n",
-        needles=[(depth, "\n" + " ".join(passage))],
-        filler=endless(rng, make_pool(seed)),
+        needles=[(depth, "\n" + " ".join((first, *rest)))],
+        filler=endless(rng, [sentence for sentence in pool if sentence not in passage]),
         question=(
             f'\n\nOne passage of the text begins like this: "{first}" Write the {_SENTENCES} '
             "sentences that follow it, word for word."
@@ -129,7 +124,7 @@ def make_prompts(
             first = int(depth * len(texts))
             tokens: Tokens = ()
             while len(tokens) < length:
-                tokens += tokenizer.encode(texts[first % len(texts)][: 12 * length])
+                tokens += tokenizer.read(texts[first % len(texts)][: 12 * length])
                 first += 1
             yield make_text(index, tokens[:length])
             continue

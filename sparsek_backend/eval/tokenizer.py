@@ -45,23 +45,18 @@ class HubTokenizer(Tokenizer):
             raise ValueError(f"chat: expected a tokenizer with a chat template, {model!r} has none")
         self.chat = bool(template) if chat is None else chat
 
-    def read(self, text: str) -> Tokens:
+    def read(self, text: str, *, special: bool = False) -> Tokens:
         """Token ids as the tokenizer finds them."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 
     def frame(self) -> tuple[Tokens, Tokens]:
-        """Tokens before and after a user's words."""
-        if self.chat:
-            turn = [{"role": "user", "content": _USER}]
-            rendered = self._tokenizer.apply_chat_template(
-                turn, tokenize=False, add_generation_prompt=True
-            )
-            before, _, after = rendered.partition(_USER)
-            return self.encode(before), self.encode(after)
-        bos = getattr(self._tokenizer, "bos_token_id", None)
-        begun = self._tokenizer("a")["input_ids"]
-        before = (bos,) if bos is not None and begun[:1] == [bos] else ()
-        return before, self.encode("\n")
+        """Tokens before and after a user's words, by the chat template where it is asked for."""
+        if not self.chat:
+            return super().frame()
+        turn = [{"role": "user", "content": _USER}]
+        text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        before, _, after = text.partition(_USER)
+        return self.encode(before), self.encode(after)
 
     def decode(self, tokens: Tokens) -> str:
         """The text of token ids."""

@@ -7,6 +7,7 @@ begin with `PROGRESS ` and writes its result when it is done.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -54,11 +55,12 @@ def run_worker(
         "PYTHONUNBUFFERED": "1",
         **(environment or {}),
     }
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
     with tempfile.TemporaryDirectory(prefix="sparsek-worker-") as folder:
         job_path, result_path, log = (Path(folder, name) for name in ("job", "result", "log"))
         job_path.write_text(json.dumps(job), encoding="utf-8")
         # A file, not a pipe: what the worker leaves behind could hold a pipe open for ever.
-        with log.open("w") as out:
+        with log.open("w") as out, log.open(errors="replace") as said:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(job_path), str(result_path)],
                 stdin=subprocess.DEVNULL,
@@ -66,49 +68,29 @@ def run_worker(
                 stderr=subprocess.STDOUT,
                 env=variables,
             )
-        try:
-            lines, silent = _follow(process, log, on_progress, timeout)
-        finally:
-            process.kill()
-            process.wait()
-        if silent:
+            heard, part, ended = time.monotonic(), "", False
+            try:
+                while not ended and time.monotonic() - heard <= (timeout or math.inf):
+                    time.sleep(_POLL_SECONDS)
+                    ended = process.poll() is not None
+                    *whole, part = (part + said.read() + ("\n" if ended else "")).split("\n")
+                    for line in whole:
+                        heard = time.monotonic()
+                        if line.startswith(PROGRESS):
+                            on_progress(line.removeprefix(PROGRESS).strip())
+                        elif line.strip():
+                            tail.append(line.rstrip())
+            finally:
+                process.kill()
+                process.wait()
+        if not ended:
             reason = f"the worker said nothing for {timeout:g} s and was ended"
         elif process.returncode == 0 and result_path.is_file():
             result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
             return result
         else:
             reason = f"the worker ended with status {process.returncode}"
-        raise WorkerError(f"{label}: {reason}\n  " + "\n  ".join(lines))
-
-
-def _follow(
-    process: subprocess.Popen[bytes],
-    log: Path,
-    on_progress: Callable[[str], None],
-    timeout: float | None,
-) -> tuple[deque[str], bool]:
-    """Read a worker's log until it ends or is silent for ``timeout`` seconds.
-
-    Returns:
-        The last log lines, and whether it was silent for too long.
-    """
-    tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    heard, part = time.monotonic(), ""
-    with log.open(errors="replace") as said:
-        while True:
-            ended = process.poll() is not None
-            *whole, part = (part + said.read()).split("\n")
-            if ended and part:
-                whole.append(part)
-            for line in whole:
-                heard = time.monotonic()
-                if line.startswith(PROGRESS):
-                    on_progress(line.removeprefix(PROGRESS).strip())
-                elif line.strip():
-                    tail.append(line.rstrip())
-            if ended or (timeout is not None and time.monotonic() - heard > timeout):
-                return tail, not ended
-            time.sleep(_POLL_SECONDS)
+    raise WorkerError(f"{label}: {reason}\n  " + "\n  ".join(tail))
 
 
 def report_progress(message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from sparsek_backend.eval.filler import NAMES, draw_numbers, endless, make_pool
+from sparsek_backend.eval.filler import draw_names, draw_numbers, endless, make_pool
 from sparsek_backend.eval.prompt import Prompt, Tokenizer, Tokens, make_answer
 
 HEAD = "Some access numbers are hidden in the text below. Remember them; you will be asked.\n"
@@ -26,7 +26,7 @@ def questions_of_one_text(
         question = tokenizer.encode(f"\n\nWhat is the access number of the {name}?")
         return question, after, tokenizer.encode(f"The access number of the {name} is")
 
-    names = rng.sample(NAMES, 20 * count)
+    names = draw_names(rng, 20 * count)
     sizes = {name: sum(map(len, asking(name))) for name in names}
     (size, _), *_ = Counter(sizes.values()).most_common()
     names = [name for name in names if sizes[name] == size][:count]

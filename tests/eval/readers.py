@@ -24,6 +24,8 @@ class WordTokenizer:
             self.ids.setdefault(piece, 10 + len(self.ids)) for piece in _PIECES.findall(text)
         )
 
+    read = encode
+
     def frame(self) -> tuple[Tokens, Tokens]:
         return self._frame
 

@@ -169,7 +169,7 @@ def test_the_run_of_a_label_that_went_on_last_is_reported() -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "which does not exist"),
+        (None, "does not exist"),
         ('{"a": 1}\n', "line 1 lacks kind, run"),
         ('{"kind": "run", "run": "x"}\n', "line 1 lacks known, label, settings"),
     ],

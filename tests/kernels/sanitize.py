@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparsek_backend.machine import choose_device, describe_machine
+from tests.processes import import_path, run
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -132,22 +132,18 @@ def check(program: str, tool: str, family: str, cases: Sequence[str], seconds: f
     begin = time.monotonic()
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / PAGED)]),
+        "PYTHONPATH": import_path(ROOT, ROOT / "kernels", ROOT / PAGED),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # so that each tensor ends where its memory does
     }
-    if more := os.environ.get("PYTHONPATH"):
-        environment["PYTHONPATH"] += os.pathsep + more
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         words = [program, "--tool", tool, "--target-processes", "all", "--log-file", str(log)]
         words += ["--print-limit", "10000", sys.executable, *cases]
         try:
-            done = subprocess.run(
-                words, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True
-            )
+            done = run(*words, cwd=ROOT, env=environment, seconds=seconds)
             last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]])[-1]
             ended = "passed" if done.returncode == 0 else f"status {done.returncode}: {last}"
-        except subprocess.TimeoutExpired:
+        except AssertionError:
             ended = f"cut off after {seconds:g} s"
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     ours, others, summary = read_log(text, our_kernels())

@@ -7,10 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import processes
-from tests.kernels.sanitize import FAMILIES, ROOT, find_sanitizer, our_kernels, read_log
+from tests.kernels.sanitize import FAMILIES, ROOT, check, find_sanitizer, our_kernels, read_log
 
 LOG = """\
 ========= COMPUTE-SANITIZER
@@ -80,6 +81,19 @@ def test_the_command_writes_what_the_program_says(log: str, status: int, tmp_pat
     (checked,) = json.loads(written.read_text(encoding="utf-8"))["checked"]
     assert checked["ended"] == "passed"
     assert bool(checked["ours"]) == bool(status)
+
+
+def test_cases_that_are_cut_off_leave_nothing(tmp_path: Path) -> None:
+    """Not even what the program started, which would hold the GPU."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(
+        f"#!/bin/sh\nsleep 3600 &\necho $! > {tmp_path}/pid\nwait\n", encoding="utf-8"
+    )
+    program.chmod(0o755)
+    checked = check(str(program), "memcheck", "sink_window", ("-m", "any"), 1.0)
+    assert checked.ended == "cut off after 1 s"
+    left = int((tmp_path / "pid").read_text())
+    processes.wait_until(lambda: not psutil.pid_exists(left))
 
 
 def test_where_there_is_no_program_the_command_says_where_it_comes_from() -> None:

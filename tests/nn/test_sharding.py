@@ -24,10 +24,10 @@ def on_gpus(count: int) -> object:
 )
 def test_fully_sharded_layer(device: str, ranks: int, tmp_path: Path) -> None:
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parents[1]), str(here.parents[1] / "kernels")])
+    path = processes.import_path(here.parents[1], here.parents[1] / "kernels")
     done = processes.run(
         *(sys.executable, here / "sharded_layer.py", device, ranks, tmp_path),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])},
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "sharded layer agrees" in done.stdout

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,6 +34,20 @@ def test_what_a_command_says_and_its_status() -> None:
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
     done = processes.run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
+
+
+def test_a_command_imports_what_its_tests_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages that only ``PYTHONPATH`` names, such as another version of Triton, are not lost."""
+    (tmp_path / "named_by_the_path.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    env = os.environ | {"PYTHONPATH": processes.import_path(tmp_path / "first")}
+    code = "import sys, named_by_the_path; print(sys.path[1])"
+    done = processes.run(sys.executable, "-c", code, env=env)
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "first")), done.stderr
+    monkeypatch.delenv("PYTHONPATH")
+    assert processes.import_path(tmp_path) == str(tmp_path)
 
 
 def test_what_a_command_leaves_behind_is_ended() -> None:

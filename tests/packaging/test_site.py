@@ -34,6 +34,42 @@ def test_a_table_is_made_where_none_was() -> None:
     assert TABLES["fill"](made) == made
 
 
+def test_ruler_by_task_group_and_its_distance_to_sinks_and_window(tmp_path: Path) -> None:
+    def rows(label: str, length: int, **accuracy: float) -> list[dict[str, Any]]:
+        mean = {"task": "mean", "accuracy": sum(accuracy.values()) / len(accuracy)}
+        if label != "dense":
+            mean |= {"of_reference": 0.75, "kl": 0.0123}
+        tasks = [{"task": task, "accuracy": value} for task, value in accuracy.items()]
+        return [{"label": label, "length": length, "prompts": 9, **x} for x in (mean, *tasks)]
+
+    def result(model: str, *cells: list[dict[str, Any]]) -> str:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        found = [row for cell in cells for row in cell]
+        content = {"model": model, "machine": {"gpu": "G", "commit": "c"}, "retrieval": found}
+        file.write_text(json.dumps(content))
+        return str(file)
+
+    dense = rows("dense", 8192, niah_single_1=1.0, niah_multikey_1=0.5, vt=0.1, cwe=0.5, qa_1=0.4)
+    sparse = rows("top", 8192, niah_single_1=1.0, niah_multikey_1=0.4, vt=0.0, cwe=0.1, qa_1=0.5)
+    window = rows("sink_window:8", 8192, niah_single_1=0, niah_multikey_1=0, vt=0, cwe=0, qa_1=0.5)
+    only = [rows(label, 131072, vt=0.5, cwe=0.1, niah_x=0, qa_1=0) for label in ("dense", "top")]
+    first, second = result("m", dense, window), result("n", *only)
+    made = TABLES["ruler"](first, second, result("m", sparse))
+    lines = [line.strip("| ").split(" | ") for line in made.splitlines() if "`" in line]
+    groups = [(x[0], x[1], *x[3:7]) for x in lines]
+    assert groups == [
+        ("m, 8k, 9", "`dense`", "75.0%", "10.0%", "50.0%", "40.0%"),
+        ("m, 8k, 9", "`sink_window:8`", "0.0%", "0.0%", "0.0%", "50.0%"),
+        ("m, 8k, 9", "`top`", "70.0%", "0.0%", "10.0%", "50.0%"),
+        ("n, 128k, 9", "`dense`", "0.0%", "50.0%", "10.0%", "0.0%"),
+        ("n, 128k, 9", "`top`", "0.0%", "50.0%", "10.0%", "0.0%"),
+    ]
+    assert "| `dense` | 50.0% | 75.0% | 10.0% | 50.0% | 40.0% |  |  | +40.0 |  |" in made
+    # vt, where dense attention has less than a fifth, is not counted
+    assert "50.0% | 75.0% | cwe 20% | +30.0 | 0.0123 |" in made
+    assert made.splitlines()[-2:] == ["", "G; commit c."]
+
+
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     site = yaml.safe_load(text.replace("!ENV ", ""))  # a tag of mkdocs: a variable, or a default

@@ -201,7 +201,8 @@ def test_a_servers_process_says_the_setting_and_nothing_else() -> None:
         "from vllm.plugins import load_general_plugins\n"
         "load_general_plugins()"
     )
-    environ = os.environ | {"SPARSEK_TOPK": "4", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    path = processes.import_path(ROOT, ROOT / "kernels")
+    environ = os.environ | {"SPARSEK_TOPK": "4", "PYTHONPATH": path}
     done = processes.run(sys.executable, "-c", code, env=environ)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("error: SPARSEK setting SPARSEK_TOPK")

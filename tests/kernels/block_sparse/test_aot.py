@@ -28,7 +28,7 @@ def test_kernels_compile(arch: int, tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "PYTHONPATH": processes.import_path(ROOT, ROOT / "kernels"),
     }
     environment.pop("TRITON_INTERPRET", None)
     done = processes.run(sys.executable, Path(__file__).with_name("aot.py"), arch, env=environment)

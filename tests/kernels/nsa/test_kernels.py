@@ -35,7 +35,7 @@ SHARING_KERNELS = {"nsa_share_blocks_kernel"}  # of groups whose tiles have few 
 
 def run_script(name: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a script beside this file in a process of its own."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    path = processes.import_path(ROOT, ROOT / "kernels")
     return processes.run(
         sys.executable, HERE / name, *args, env={**os.environ, "PYTHONPATH": path, **env}
     )

@@ -28,7 +28,7 @@ ROOT = HERE.parents[2]
 
 def run_script(name: str, *args: str, interpret: bool) -> subprocess.CompletedProcess[str]:
     """Run a script beside this file in a process of its own."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    path = processes.import_path(ROOT, ROOT / "kernels")
     return processes.run(
         *(sys.executable, HERE / name, *args),
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(int(interpret))},

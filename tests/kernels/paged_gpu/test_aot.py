@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ended
+from tests.processes import ended, import_path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -56,7 +56,7 @@ Compiled = Callable[..., list[dict[str, Any]]]
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     """What ``aot.py`` reports of each kernel: ``compiled(arch, *options)``, all by one process."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(HERE)])
+    environment["PYTHONPATH"] = import_path(ROOT, ROOT / "kernels", HERE)
     log = tmp_path_factory.mktemp("aot") / "log"
     with log.open("w") as errors:
         process = subprocess.Popen(

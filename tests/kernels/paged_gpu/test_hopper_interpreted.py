@@ -26,7 +26,7 @@ ROOT = HERE.parents[2]
     ids=["first-late", "last-early", "first-early", "last-late"],
 )
 def test_hopper_kernels_agree_with_the_oracle(order: str, timing: list[str], part: str) -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    path = processes.import_path(ROOT, ROOT / "kernels")
     done = processes.run(
         *(sys.executable, HERE / "hopper_cases.py", "--order", order, *timing, "--part", part),
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},

@@ -79,7 +79,7 @@ def test_the_kernel_for_hopper_on_the_gpu(case: Case, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("timing", [[], ["--early"]], ids=["late", "early"])
 @pytest.mark.parametrize("order", ["first first", "last first"])
 def test_the_kernel_for_hopper_agrees_with_the_oracle(order: str, timing: list[str]) -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(HERE)])
+    path = processes.import_path(ROOT, ROOT / "kernels", HERE)
     done = processes.run(
         *(sys.executable, HERE / "score_cases.py", "--hopper", "--order", order, *timing),
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
