@@ -96,7 +96,7 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> No
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     hopper = HOPPER_KERNELS | (BOX_KERNELS if group >= 8 else set())
-    hopper |= SHARING_KERNELS if group >= 4 else set()
+    hopper |= SHARING_KERNELS if group >= 8 else set()
     assert {row["kernel"] for row in rows} == KERNELS | (hopper if arch == 90 else set())
     limit = {80: 163, 86: 99}.get(arch, 227)
     wgmma = ("nsa_compressed_fwd_kernel", "nsa_selected_part_kernel", "nsa_block_scores_kernel")
