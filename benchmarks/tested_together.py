@@ -2,6 +2,7 @@
 
     python -m pytest -m gpu --junitxml gpu.xml tests
     python benchmarks/tested_together.py gpu.xml            # several files where tests ran in parts
+                                                            # or again: the last result counts
     python deploy/site/tables.py                            # the table in README.md and docs/
 
 A row of the same stack is replaced.  Exit status 1, and no row, where a test failed or none passed.
@@ -27,24 +28,22 @@ STACK = ("gpu", "driver", "torch", "triton", "vllm", "python")
 
 
 def passed(reports: Sequence[Path]) -> int:
-    """Return how many tests passed, each counted once.
+    """Return how many tests passed, each counted once, by the last report that has it.
 
     Raises:
         ValueError: one failed or could not run, or none passed.
     """
-    ran, failed = set(), set()
+    ended = {}
     for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
         name = f"{case.get('classname')}::{case.get('name')}"
-        found = {child.tag for child in case}
-        if found & {"failure", "error"}:
-            failed.add(name)
-        elif "skipped" not in found:
-            ran.add(name)
+        ended[name] = {child.tag for child in case} & {"failure", "error", "skipped"}
+    failed = [name for name, ends in ended.items() if ends & {"failure", "error"}]
     if failed:
         raise ValueError(f"reports: expected no failed test, got {', '.join(sorted(failed))}")
-    if not ran:
+    count = sum(not ends for ends in ended.values())
+    if not count:
         raise ValueError("reports: expected tests that passed, got none")
-    return len(ran)
+    return count
 
 
 def add_row(file: Path, machine: Machine, tests: int) -> dict[str, str]:

@@ -164,6 +164,23 @@ def served(file: str) -> str:
     return f"{_table(head, lines)}\n\n{_measured_on(rows)}"
 
 
+def layer(file: str) -> str:
+    """Return the spans of ``benchmarks/served_layer.py``, of both backends."""
+    found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    spans = {(x["backend"], x["context"], x["phase"]): x["span_us"] / 1e3 for x in found["cases"]}
+    backends = list(dict.fromkeys(backend for backend, *_ in spans))
+    lines = []
+    for context in dict.fromkeys(context for _, context, _ in spans):
+        cells = [_tokens(context)]
+        for phase in ("prompt", "decode"):
+            theirs, ours = (spans[backend, context, phase] for backend in backends)
+            cells += [_duration(theirs), _duration(ours), _ratio(theirs, ours, False)]
+        lines.append(cells)
+    names = [f"{what}, {backend}" for what in ("prompt", "decode") for backend in backends]
+    head = ("context", *names[:2], "", *names[2:], "")
+    return f"{_table(head, lines)}\n\n{_measured_on([found['machine']])}"
+
+
 def load(file: str) -> str:
     """Return a server under load, a line for each rate and backend."""
     rows = _rows(file)
@@ -312,6 +329,7 @@ TABLES: dict[str, Callable[..., str]] = {
         api,
         kernels,
         served,
+        layer,
         load,
         quality,
         ruler,

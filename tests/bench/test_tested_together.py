@@ -38,6 +38,14 @@ def test_passed_tests_are_counted_once(tool: ModuleType, tmp_path: Path) -> None
     assert tool.passed([first, report(tmp_path / "2.xml", "b", "d")]) == 3
 
 
+def test_a_test_that_ran_again_counts_by_its_last_report(tool: ModuleType, tmp_path: Path) -> None:
+    failed = report(tmp_path / "1.xml", "a", "b:failure")
+    again = report(tmp_path / "2.xml", "b")
+    assert tool.passed([failed, again]) == 2
+    with pytest.raises(ValueError, match=r"got tests\.a::b"):
+        tool.passed([again, failed])
+
+
 @pytest.mark.parametrize(
     ("cases", "said"),
     [
