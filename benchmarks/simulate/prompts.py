@@ -40,8 +40,9 @@ class PromptRule:
         rank_by: what a block counts, as ``name_by``.
         sampled: whether blocks are a sample (:func:`decode.sample`) by what they count, of which
             those that are not certain count for more, and not the best.
-        others: whether blocks that are no candidates may be drawn too, by their shares of what
-            names; else nothing stands for them.
+        others: the share of the places of a sample that are drawn from blocks that are no
+            candidates, by their shares of what names; with 0 nothing stands for them.
+        cap: the most that a drawn block counts.
         variance: whether spread within a sketch's vectors adds to its logits.
         min_mass: a chosen block gives some row at least this share in the mean of its heads.
         tail: what gives the logits of one key for each block that is not attended, whose value is
@@ -63,7 +64,8 @@ class PromptRule:
     rank_rows: int = 32
     rank_by: Score = "largest"
     sampled: bool = False
-    others: bool = False
+    others: float = 0.0
+    cap: float = math.inf
     variance: bool = False
     min_mass: float = 0.0
     tail: str = ""
@@ -217,12 +219,25 @@ def _choose(
     mass = _score(logits.softmax(-1), rule.rank_by) * candidates
     places = (rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth).round().int()
     if rule.sampled:
+        others = between & ~candidates
+        few = (places * rule.others).int().minimum(others.sum(-1))  # [H, tiles]
+        weights = _drawn(rule, mass, places - few, rows)
         if rule.others:
-            mass = torch.where(candidates, mass, _score(share, rule.rank_by) * between)
-        kept, probability = sample(mass, places[:, None], starts(rows[:, 0] // rule.tile))
-        return torch.where(kept, -probability.log(), -math.inf)
+            more = _drawn(rule, _score(share, rule.rank_by) * others, few, rows)
+            weights = weights.maximum(more)
+        return weights
     least = rule.min_mass * q.shape[1]
     return torch.where(_best(mass, places) & (mass > least), 0.0, -math.inf)
+
+
+def _drawn(
+    rule: PromptRule, mass: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """``[H, tiles, blocks]``: logs of the weights of a sample of ``places [H, tiles]``, or -inf."""
+    start = starts(rows[:, 0] // rule.tile)
+    kept, probability = sample(mass, places.clamp(min=1)[..., None], start)
+    weights = (-probability.log()).clamp(max=math.log(rule.cap))
+    return torch.where(kept & (places > 0)[..., None], weights, -math.inf)
 
 
 def _score(share: torch.Tensor, by: Score) -> torch.Tensor:

@@ -169,20 +169,20 @@ def _details() -> list[Variant]:
 
 
 def _sampled() -> list[Variant]:
-    """Blocks that are drawn in place of the best, by exact masses or by what names."""
+    """Blocks that are drawn in place of the best; an eighth of them are no candidates."""
     old = PromptRule("m16")
-    drawn = PromptRule("all", rank_by="rms", sampled=True)
-    named = replace(drawn, scores="m16", others=True)
+    drawn = replace(old, blocks=48, rank_by="rms", sampled=True, others=0.125)
     rules = {
         "96 of 192 m16 tile 64": old,
         "48 of 192 m16": replace(old, blocks=48),
-        "48 sampled": replace(drawn, blocks=48),
-        "32 sampled": replace(drawn, blocks=32),
-        "48 sampled largest": replace(drawn, blocks=48, rank_by="largest"),
-        "64 of 192 m16 sampled": replace(named, blocks=64),
-        "48 of 192 m16 sampled": replace(named, blocks=48),
-        "32 of 192 m16 sampled": replace(named, blocks=32),
-        "48 by p2dr sampled": replace(drawn, blocks=48, ranks="p2dr", variance=True),
+        "48 of 192 sampled": drawn,
+        "48 of 192 sampled, no others": replace(drawn, others=0.0),
+        "48 of 192 sampled, a quarter others": replace(drawn, others=0.25),
+        "48 of 192 sampled, weights to 4": replace(drawn, cap=4.0),
+        "48 of 192 sampled, 16 rows": replace(drawn, rank_rows=16),
+        "48 of 384 sampled, 16 rows": replace(drawn, candidates=384, rank_rows=16),
+        "64 of 256 sampled, 16 rows": replace(drawn, blocks=64, candidates=256, rank_rows=16),
+        "48 of 192 sampled tile 32": replace(drawn, tile=32, rank_rows=16),
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 

@@ -264,7 +264,7 @@ def test_bytes_of_a_record() -> None:
 PROMPT = PromptRule("m16", blocks=3, tile=32, candidates=6, window=64)
 
 
-DRAWN = replace(PROMPT, rank_by="rms", sampled=True, others=True)
+DRAWN = replace(PROMPT, rank_by="rms", sampled=True, others=0.4)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_prompts_tiles_attend_the_blocks_of_their_largest_masses(scores: str) 
 def test_a_block_counts_its_masses_over_heads_and_rows(by: prompts.Score) -> None:
     """With the probabilities of a sample as what blocks count."""
     drawn = _draw(1100, 1100)
-    rule = replace(DRAWN, scores="all", others=False, rank_rows=32, rank_by=by)
+    rule = replace(DRAWN, scores="all", others=0.0, rank_rows=32, rank_by=by)
     ((weights, _, _),) = _attended_blocks(rule, drawn, [0.5])
     logits = _logits(*drawn[:2]).masked_fill(torch.ones(1100, 1100).triu(1).bool(), -math.inf)
     mass = logits.softmax(-1)[..., 992:1024, : 17 * 64].unflatten(-1, (-1, 64)).sum(-1)
@@ -341,7 +341,7 @@ def test_drawn_blocks_are_right_in_the_mean_over_starts(how: str) -> None:
     """Sums of weights and of weighted values are dense ones, where each block may be drawn."""
     q, k, v = _draw(1100, 1100)
     q = q / 8  # no block matters so little that few starts keep it
-    rule = replace(DRAWN, scores=how[:3], others=how == "m16 and others")
+    rule = replace(DRAWN, scores=how[:3], others=0.4 * (how == "m16 and others"))
     found = _attended_blocks(rule, (q, k, v), [(i + 0.5) / 200 for i in range(200)])
     weights = torch.stack([weights for weights, _, _ in found])
     tile = torch.arange(weights.shape[2])
@@ -541,8 +541,8 @@ def test_sketches_cost_half_and_tails_a_key_for_each_block() -> None:
         (lambda: PromptRule("m16", tile=96), "a tile in 4096"),
         (lambda: PromptRule("m16", sampled=True, tail="page"), "sampled: expected neither tail"),
         (lambda: PromptRule("m16", sampled=True, min_mass=0.1), "sampled: expected neither tail"),
-        (lambda: PromptRule("all", sampled=True, others=True), "others: expected a sample"),
-        (lambda: PromptRule("m16", others=True), "others: expected a sample"),
+        (lambda: PromptRule("all", sampled=True, others=0.4), "others: expected a sample"),
+        (lambda: PromptRule("m16", others=0.4), "others: expected a sample"),
         (lambda: _decoded(DecodeRule("p4", window=0), _draw(200, 700)), "reaches the prompt"),
     ],
 )
