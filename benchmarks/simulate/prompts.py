@@ -41,7 +41,7 @@ class PromptRule:
         sampled: whether blocks are a sample (:func:`decode.sample`) by what they count, of which
             those that are not certain count for more, and not the best.
         others: the share of the places of a sample that are drawn from blocks that are no
-            candidates, by their shares of what names; with 0 nothing stands for them.
+            candidates, by what names; with 0 nothing stands for them.
         cap: the most that a drawn block counts.
         variance: whether spread within a sketch's vectors adds to its logits.
         min_mass: a chosen block gives some row at least this share in the mean of its heads.
@@ -223,7 +223,7 @@ def _choose(
         few = (places * rule.others).int().minimum(others.sum(-1))  # [H, tiles]
         weights = _drawn(rule, mass, places - few, rows)
         if rule.others:
-            more = _drawn(rule, _score(share, rule.rank_by) * others, few, rows)
+            more = _drawn(rule, _score(share, rule.name_by) * others, few, rows)
             weights = weights.maximum(more)
         return weights
     least = rule.min_mass * q.shape[1]
