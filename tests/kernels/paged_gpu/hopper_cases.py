@@ -29,6 +29,8 @@ TOP_K = SelectionPolicy(num_sink=64, window_size=65, top_k=2)
 STEP = [(1, 330), (130, 391), (63, 63), (0, 200), (40, 300), (2, 129)]
 DECODED = [(1, 200), *STEP[1:]]  # a decode that sees everything: Triton's kernels select
 SHORT = [(1, 1), (3, 3), (64, 64), (65, 65), (1, 321), (66, 385)]
+FEW = [(64, 64), (64, 128), (64, 192), (1, 1), (64, 320), (0, 50), (130, 130), (64, 640), (5, 69)]
+"""Lists of one to five blocks, odd and even ones in turn, whole tiles and parts of them."""
 KERNELS = {"attend_hopper_kernel", "tile_scores_sm90_kernel"}
 MASSES = {True: "listed_masses_sm90_kernel", False: "listed_masses_kernel"}
 """By whether a tile has 128 rows or a multiple of them."""
@@ -78,6 +80,13 @@ CASES = [
         replace(TOP_K, query_tile=128, num_sink=0, top_k=1),
         sinks=True,
         options={"heads": 1, "group": 7},
+    ),
+    Case("g2-lists-of-few", FEW, options={"heads": 1, "group": 2}),
+    Case(
+        "g5-empty-chunks",  # items without rows before and behind the others of each tile
+        [(70, 700), (1, 130), (140, 460)],
+        replace(TOP_K, query_tile=256),
+        options={"heads": 1, "group": 5, "dim": 128},
     ),
 ]
 

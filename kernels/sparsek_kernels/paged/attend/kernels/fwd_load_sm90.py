@@ -168,21 +168,36 @@ def plan_partition(
 
 
 @gluon.jit
-def take_item(plans, plan_full, plan_empty, turn, WARPS: gl.constexpr):
-    """``(valid, row, start, low, high, kv_head, member, count)`` of item ``turn``."""
+def take_item(plans, plan_full, turn, GROUP: gl.constexpr, INDEX: gl.constexpr):
+    """``(valid, start, high, head, count)`` of item ``turn``, for warpgroup ``INDEX``."""
     slot = turn % PLANS
     mbarrier.wait(plan_full.index(slot), (turn // PLANS) & 1)
-    valid = plan_field(plans, slot * FIELDS, WARPS)
-    row = plan_field(plans, slot * FIELDS + 1, WARPS)
-    start = plan_field(plans, slot * FIELDS + 2, WARPS)
-    low = plan_field(plans, slot * FIELDS + 3, WARPS)
-    high = plan_field(plans, slot * FIELDS + 4, WARPS)
-    kv_head = plan_field(plans, slot * FIELDS + 5, WARPS)
-    member = plan_field(plans, slot * FIELDS + 6, WARPS)
-    count = plan_field(plans, slot * FIELDS + 7, WARPS)
+    valid = plan_field(plans, slot * FIELDS, 4)
+    start = plan_field(plans, slot * FIELDS + 2, 4)
+    high = plan_field(plans, slot * FIELDS + 4, 4)
+    kv_head = plan_field(plans, slot * FIELDS + 5, 4)
+    member = plan_field(plans, slot * FIELDS + 6, 4)
+    count = plan_field(plans, slot * FIELDS + 7, 4)
+    head = kv_head * GROUP + gl.minimum(member + INDEX, GROUP - 1)
+    return valid > 0, start, high, head, count
+
+
+@gluon.jit
+def take_rows(plans, plan_empty, turn, GROUP: gl.constexpr, INDEX: gl.constexpr):
+    """``(row, head, low, high)`` of item ``turn``, whose plan is then given back.
+
+    Rows ``low .. high`` are to be stored; there are none where there is no such head, or item.
+    """
+    slot = (turn + PLANS) % PLANS
+    row = plan_field(plans, slot * FIELDS + 1, 4)
+    low = plan_field(plans, slot * FIELDS + 3, 4)
+    high = plan_field(plans, slot * FIELDS + 4, 4)
+    kv_head = plan_field(plans, slot * FIELDS + 5, 4)
+    member = plan_field(plans, slot * FIELDS + 6, 4) + INDEX
+    high = gl.where((turn >= 0) & (member < GROUP), high, -1)
     thread_barrier()
-    mbarrier.arrive(plan_empty.index(slot), count=1)
-    return valid > 0, row, start, low, high, kv_head, member, count
+    mbarrier.arrive(plan_empty.index(slot), count=1, pred=turn >= 0)
+    return row, kv_head * GROUP + member, low, high
 
 
 @gluon.jit

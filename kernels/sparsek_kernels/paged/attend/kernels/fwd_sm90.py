@@ -20,12 +20,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
-from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_store
 from sparsek_kernels.common.kernels.plans_sm90 import plan_ring
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
@@ -36,6 +37,7 @@ from sparsek_kernels.paged.attend.kernels.fwd_load_sm90 import (
     load_partition,
     plan_partition,
     take_item,
+    take_rows,
 )
 
 PAIR: gl.constexpr = gl.constexpr(128)
@@ -106,25 +108,39 @@ def attend_pairs(
 
 @gluon.jit
 def store_rows(
-    acc, total, v_scale, out_ptr, row, head, low, high, stride_ot, stride_oh,
+    acc, total, v_scale, out_ptr, out_desc, out_wide, out_smem, first_box, row, head, low, high,
+    stride_ot, stride_oh,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Rows ``low .. high`` of a finished item, if any."""
+    """Rows ``low .. high`` of a finished item, if any.
+
+    All of them go by a copy that goes on meanwhile, out of the item's own queries' memory.  Others
+    lie beside rows of other requests or heads, and go straight.
+    """
     O_LAYOUT: gl.constexpr = acc.type.layout
     inverse = v_scale / total
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    held = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT))
-    column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, O_LAYOUT))
-    base = out_ptr + head.to(gl.int64) * stride_oh
-    offsets = (row + held).to(gl.int64)[:, None] * stride_ot + column[None, :]
-    mask = (held >= low) & (held <= high)
-    gl.store(base + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    out = acc.to(out_wide.dtype)
+    if (low == 0) & (high == ROWS - 1):
+        out_wide.store(out)
+        fence_async_shared()
+        thread_barrier()
+        for part in gl.static_range(HEAD_DIM // 64):
+            box = out_smem.index(first_box + part)
+            tma_store(out_desc, [row, head * stride_oh + part * 64], box)
+    elif high >= low:
+        held = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT))
+        column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, O_LAYOUT))
+        base = out_ptr + head.to(gl.int64) * stride_oh
+        offsets = (row + held).to(gl.int64)[:, None] * stride_ot + column[None, :]
+        mask = (held >= low) & (held <= high)
+        gl.store(base + offsets, out, mask=mask[:, None])
 
 
 @gluon.jit
 def attend_partition(
-    out_ptr, sinks_ptr,
-    q_wide, k_wide, v_wide, v_smem, plans, plan_full, plan_empty, bars,
+    out_ptr, out_desc, sinks_ptr,
+    q_wide, q_smem, k_wide, v_wide, v_smem, plans, plan_full, plan_empty, bars,
     qk_scale, v_scale,
     stride_ot, stride_oh,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_SINKS: gl.constexpr,
@@ -140,10 +156,6 @@ def attend_partition(
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
     p = gl.zeros([ROWS, PAIR], v_wide.dtype, P_LAYOUT)
     total = gl.full([ROWS], 1.0, gl.float32, ROW_LAYOUT)
-    row = 0
-    head = 0
-    low = 0
-    high = -1
     fetched = 0
     turn = 0
     tails = 0
@@ -152,10 +164,8 @@ def attend_partition(
         before = fetched % V_STAGES
         mbarrier.wait(v_full.index(before), (fetched // V_STAGES) & 1)
         acc_token = warpgroup_mma(p, v_wide.index(before), acc, is_async=True)
-        more, next_row, start, next_low, next_high, kv_head, member, count = take_item(
-            plans, plan_full, plan_empty, turn, 4
-        )
-        next_head = kv_head * GROUP + gl.minimum(member + INDEX, GROUP - 1)
+        row, head, low, high = take_rows(plans, plan_empty, turn - 1, GROUP, INDEX)
+        more, start, last_row, head_of_item, count = take_item(plans, plan_full, turn, GROUP, INDEX)
         slot = turn % 2 * 2 + INDEX
         q_tile = q_wide.index(slot)
         stage = fetched % K_STAGES
@@ -167,15 +177,13 @@ def attend_partition(
         )
         acc, p = warpgroup_mma_wait(1, deps=[acc_token, p])
         mbarrier.arrive(v_empty.index(before), count=1)
+        last = (turn + 1) % 2 * 2 + INDEX
         store_rows(
-            acc, total, v_scale, out_ptr, row, head, low, high, stride_ot, stride_oh, HEAD_DIM
-        )
-        row = next_row
-        head = next_head
-        low = next_low
-        high = gl.where(member + INDEX < GROUP, next_high, -1)
+            acc, total, v_scale, out_ptr, out_desc, q_wide.index(last), q_smem, last * PARTS, row,
+            head, low, high, stride_ot, stride_oh, HEAD_DIM,
+        )  # fmt: skip
         if HAS_SINKS:
-            logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+            logit = gl.load(sinks_ptr + head_of_item).to(gl.float32) * LOG2E
             m = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT) + logit
             total = gl.where(m == float("-inf"), 0.0, 1.0)
         else:
@@ -190,26 +198,29 @@ def attend_partition(
         s = mask_pair(s, position, first_key, second_key, S_LAYOUT)
         weights, m, total, _alpha = softmax_step(s, m, total, qk_scale, False)
         p = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
+        total = anchor(total, out_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
+        tma.store_wait(0)
+        thread_barrier()
+        mbarrier.arrive(q_empty.index(last), count=1, pred=turn > 0)
         fetched += 1
-        if next_high < ROWS - 1:
+        if last_row < ROWS - 1:
             own = fetched % V_STAGES
             mbarrier.wait(v_full.index(own), (fetched // V_STAGES) & 1)
             own_half = own * PARTS * 2 + 1 - odd
-            zero_tail(v_smem, own_half, next_high + 1, tail_done, tails, PARTS, INDEX)
+            zero_tail(v_smem, own_half, last_row + 1, tail_done, tails, PARTS, INDEX)
             tails += 1
         acc, p, m, total, fetched = attend_pairs(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p, m, total, fetched,
             (count + 1) // 2, q_tile, k_wide, v_wide, k_full, k_empty, v_full, v_empty, out_ptr,
             qk_scale, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
-        mbarrier.arrive(q_empty.index(slot), count=1)
         turn += 1
 
 
 @gluon.jit(do_not_specialize=["dense_below", "num_tiles", "num_items"])
 def attend_hopper_kernel(
-    out_ptr, q_desc, k_desc, v_desc, sinks_ptr, selected_ptr, tiles_ptr, block_table_ptr,
+    out_ptr, out_desc, q_desc, k_desc, v_desc, sinks_ptr, selected_ptr, tiles_ptr, block_table_ptr,
     seq_lens_ptr, cu_seqlens_ptr,
     qk_scale, v_scale, dense_below, num_tiles, num_items,
     stride_ot, stride_oh,
@@ -222,8 +233,8 @@ def attend_hopper_kernel(
 ):  # fmt: skip
     """Grid: one program per multiprocessor; ``num_items`` pairs of heads of 64 queries.
 
-    ``*_desc`` describe q, K and V as matrices in boxes of 64 x 64; ``*_rows`` and ``*_cols`` are
-    the distances between pages and heads in them.
+    ``*_desc`` describe the output, q, K and V as matrices in boxes of 64 x 64; ``*_rows`` and
+    ``*_cols`` are the distances between pages and heads in them.
     """
     dtype: gl.constexpr = q_desc.dtype
     PARTS: gl.constexpr = HEAD_DIM // 64
@@ -244,14 +255,14 @@ def attend_hopper_kernel(
     gl.warp_specialize(
         [
             (attend_partition, (
-                out_ptr, sinks_ptr, q_wide, k_wide, v_wide, v_smem, plans, plan_full, plan_empty,
-                bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP, HEAD_DIM, HAS_SINKS,
-                K_STAGES, V_STAGES, 0,
+                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, v_wide, v_smem, plans,
+                plan_full, plan_empty, bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP,
+                HEAD_DIM, HAS_SINKS, K_STAGES, V_STAGES, 0,
             )),
             (attend_partition, (
-                out_ptr, sinks_ptr, q_wide, k_wide, v_wide, v_smem, plans, plan_full, plan_empty,
-                bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP, HEAD_DIM, HAS_SINKS,
-                K_STAGES, V_STAGES, 1,
+                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, v_wide, v_smem, plans,
+                plan_full, plan_empty, bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP,
+                HEAD_DIM, HAS_SINKS, K_STAGES, V_STAGES, 1,
             )),
             (load_partition, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, plan_full, plan_empty, bars,
