@@ -95,9 +95,21 @@ def test_lists_of_odd_and_even_length(top_k: int, ran: Counter[str]) -> None:
     assert ran["attend_hopper"] == 1
 
 
-def test_tiles_of_two_chunks(ran: Counter[str]) -> None:
-    oracle_check.check(step(), replace(TOP_K, query_tile=128, top_k=6))
+@pytest.mark.parametrize("query_tile", [128, 256])
+def test_tiles_of_several_chunks(query_tile: int, ran: Counter[str]) -> None:
+    oracle_check.check(step(), replace(TOP_K, query_tile=query_tile, top_k=6))
     assert set(ran) == ALL
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_short_items_for_each_program(dim: int, ran: Counter[str]) -> None:
+    """Lists of one to five blocks, odd and even ones in turn, whole tiles and parts of them."""
+    lengths = [(64, 64 * (1 + i % 5)) if i % 3 else (1 + i % 70, 70 + i) for i in range(240)]
+    problem = make_problem(
+        lengths, heads=4, group=3, dim=dim, page_size=64, dtype=torch.bfloat16, device="cuda"
+    )
+    oracle_check.check(problem, replace(TOP_K, window_size=65, top_k=1))
+    assert ran["attend_hopper"] == 1
 
 
 def test_learned_sinks(ran: Counter[str]) -> None:

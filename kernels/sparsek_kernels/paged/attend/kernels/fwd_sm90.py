@@ -29,7 +29,7 @@ from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
 from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_store
 from sparsek_kernels.common.kernels.plans_sm90 import plan_ring
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
+from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
 from sparsek_kernels.paged.attend.kernels.fwd_load_sm90 import (
     FIELDS,
     PLANS,
@@ -94,7 +94,7 @@ def attend_pairs(
         mbarrier.wait(v_full.index(before), (fetched // V_STAGES) & 1)
         acc_token = warpgroup_mma(p, v_wide.index(before), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_token])
-        weights, m, total, alpha = softmax_step(s, m, total, qk_scale, False)
+        weights, m, total, alpha = softmax_lanes_step(s, m, total, qk_scale, False)
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, anchor_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -118,8 +118,8 @@ def store_rows(
     lie beside rows of other requests or heads, and go straight.
     """
     O_LAYOUT: gl.constexpr = acc.type.layout
-    inverse = v_scale / total
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, O_LAYOUT))
+    acc = acc * (v_scale / total)[:, None]
     out = acc.to(out_wide.dtype)
     if (low == 0) & (high == ROWS - 1):
         out_wide.store(out)
@@ -153,9 +153,13 @@ def attend_partition(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    # Of each row, a sum for each of the four lanes that share it.
+    LANES: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
+    )
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
     p = gl.zeros([ROWS, PAIR], v_wide.dtype, P_LAYOUT)
-    total = gl.full([ROWS], 1.0, gl.float32, ROW_LAYOUT)
+    total = gl.full([ROWS, 4], 1.0, gl.float32, LANES)
     fetched = 0
     turn = 0
     tails = 0
@@ -185,10 +189,12 @@ def attend_partition(
         if HAS_SINKS:
             logit = gl.load(sinks_ptr + head_of_item).to(gl.float32) * LOG2E
             m = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT) + logit
-            total = gl.where(m == float("-inf"), 0.0, 1.0)
+            first_lane = gl.arange(0, 4, gl.SliceLayout(0, LANES)) == 0
+            counted = gl.convert_layout(m, gl.SliceLayout(1, LANES)) > float("-inf")
+            total = gl.where(counted[:, None] & first_lane[None, :], 1.0, 0.0)
         else:
             m = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
-            total = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
+            total = gl.zeros([ROWS, 4], gl.float32, LANES)
         s = warpgroup_mma_wait(0, deps=[s_token])
         # the last block of the list is the tile's own; an odd list ends with half a pair
         odd = count % 2
@@ -196,7 +202,7 @@ def attend_partition(
         second_key = gl.where(odd == 1, 0x70000000, start)
         position = start + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         s = mask_pair(s, position, first_key, second_key, S_LAYOUT)
-        weights, m, total, _alpha = softmax_step(s, m, total, qk_scale, False)
+        weights, m, total, _alpha = softmax_lanes_step(s, m, total, qk_scale, False)
         p = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, out_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
