@@ -290,7 +290,7 @@ def _logits(
         base = scale * (flat.float() @ vectors.centre[:, :blocks].mT) + math.log(sketch.keys)
         if rule.variance:
             base += pages.gain(flat[:, None], scale, sketch.keys)[:, 0, :, :blocks, 0]
-        x, largest = vectors.rest[:, :blocks], sketch.bits == 0
+        x, largest = vectors.rest[:, :blocks], not (sketch.bits or sketch.first)
         made = block_logits(flat, x, scale, base=base, largest=largest)
     return F.pad(made, (0, blocks - made.shape[-1])).unflatten(1, query.shape[1:4])
 

@@ -169,20 +169,21 @@ def _details() -> list[Variant]:
 
 
 def _sampled() -> list[Variant]:
-    """Blocks that are drawn in place of the best; an eighth of them are no candidates."""
+    """Blocks that are drawn, an eighth of them no candidates; ranked by every second key too."""
     old = PromptRule("m16")
     drawn = replace(old, blocks=48, rank_by="rms", sampled=True, others=0.125)
+    half = replace(drawn, ranks="k2")
     rules = {
         "96 of 192 m16 tile 64": old,
         "48 of 192 m16": replace(old, blocks=48),
-        "48 of 192 sampled": drawn,
-        "48 of 192 sampled, no others": replace(drawn, others=0.0),
-        "48 of 192 sampled, a quarter others": replace(drawn, others=0.25),
-        "48 of 192 sampled, weights to 4": replace(drawn, cap=4.0),
-        "48 of 192 sampled, 16 rows": replace(drawn, rank_rows=16),
-        "48 of 384 sampled, 16 rows": replace(drawn, candidates=384, rank_rows=16),
-        "64 of 256 sampled, 16 rows": replace(drawn, blocks=64, candidates=256, rank_rows=16),
-        "48 of 192 sampled tile 32": replace(drawn, tile=32, rank_rows=16),
+        "48 of 192 drawn": drawn,
+        "48 of 192 drawn, no others": replace(drawn, others=0.0),
+        "48 of 192 drawn, weights to 4": replace(drawn, cap=4.0),
+        "48 of 192 drawn, 16 rows": replace(drawn, rank_rows=16),
+        "48 of 192 drawn, half the keys": half,
+        "48 of 192 drawn, half the keys, 16 rows": replace(half, rank_rows=16),
+        "32 of 192 drawn, half the keys": replace(half, blocks=32),
+        "48 of 384 drawn, half the keys": replace(half, candidates=384),
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 

@@ -6,9 +6,11 @@ begin with `PROGRESS ` and writes its result when it is done.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ SILENCE_LIMIT = 1800.0
 """Seconds that an engine's worker may stay silent before it counts as hung."""
 _TAIL_LINES = 15
 _POLL_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class WorkerError(RuntimeError):
@@ -99,7 +102,13 @@ def report_progress(message: str) -> None:
 
 
 def serve_job(work: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """The main function of a worker module: read the job, work, write the result."""
+    """The main function of a worker module: read the job, work, write the result.
+
+    On Linux a worker ends with its parent: one that is killed could not end it, and it would hold a
+    GPU until its work is done.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     job_path, result_path = (Path(argument) for argument in sys.argv[1:3])
     result = work(json.loads(job_path.read_text(encoding="utf-8")))
     result_path.write_text(json.dumps(result), encoding="utf-8")

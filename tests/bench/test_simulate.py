@@ -196,6 +196,12 @@ def test_masses_are_shares_of_the_context_or_of_all_cells(
         torch.testing.assert_close(out[head, :, 0], weights @ v[head], rtol=1e-3, atol=1e-4)
 
 
+def test_every_second_key_stands_for_two() -> None:
+    q, k, v = _draw(3, 256)
+    made = Pages(k, v).vectors("k2").logits(q) / math.sqrt(DIM)
+    torch.testing.assert_close(made.flatten(-2), _logits(q, k)[..., ::2], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("counts", ["rank", "sum", "tail"])
 def test_variance_counts_in_the_tail_only_where_it_is_asked_for(
     counts: Literal["rank", "sum", "tail"],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -21,6 +24,7 @@ def work(job):
     if job["do"] == "die":
         os.kill(os.getpid(), 9)
     if job["do"] == "hang":
+        open(job.get("left", os.devnull), "w").write(str(os.getpid()))
         time.sleep(3600)
     if job["do"] == "leave":
         left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -76,3 +80,21 @@ def test_what_a_dead_worker_leaves_behind_is_not_waited_for(module: str, tmp_pat
         there = left.status()
         left.kill()
     assert there != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_worker_ends_with_a_killed_parent(module: str, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    job = {"do": "hang", "left": str(left)}
+    code = f"""
+from sparsek_backend.eval.workers import run_worker
+run_worker({module!r}, {job!r}, label="x", on_progress=lambda _: None)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 60
+    while not (left.is_file() and left.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    worker = psutil.Process(int(left.read_text()))
+    parent.kill()
+    parent.wait()
+    worker.wait(30)
