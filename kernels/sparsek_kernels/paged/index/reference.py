@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
+
+_ONE = 1 << 16
+"""A probability of 1."""
 
 
 def means_reference(k: torch.Tensor, size: int) -> torch.Tensor:
@@ -50,3 +56,38 @@ def block_scores_reference(
 def best(scores: torch.Tensor, blocks: range | list[int], count: int) -> list[int]:
     """The ``count`` best of ``blocks``, ascending; ties go to the lower index."""
     return sorted(sorted(blocks, key=lambda b: (-float(scores[b]), b))[:count])
+
+
+def threshold_reference(keys: torch.Tensor, count: int) -> int:
+    """``ceil(32 log2 T)``; the sum of ``min(1, size / T)`` is ``count``.
+
+    Args:
+        keys: ``[n]`` integers, at least ``count`` of them.
+        count: places of a list, 1 or more.
+    """
+    sizes = (keys.double() / 4).exp2().sort(descending=True).values
+    rest = sizes.flip(0).cumsum(0).flip(0)[:count]  # of all but the n largest, for each n
+    thresholds = rest / (count - torch.arange(count))
+    certain = int((sizes[:count] > thresholds).sum())  # each n for which one more is above T
+    # Where T is the size of a key, the last bits of a sum do not decide.
+    return math.ceil(32 * math.log2(thresholds[certain]) - 1e-6)
+
+
+def share_reference(steps: torch.Tensor) -> torch.Tensor:
+    """Probabilities, int64 of 65536, of what has weights of these steps."""
+    return (_ONE / (steps.double() / 32).exp2()).floor().long()
+
+
+def start_reference(number: int) -> int:
+    """What the sum of shares begins with, of 65536, of a position or a tile."""
+    return number * 0x9E3779B1 % 2**32 // _ONE
+
+
+def drawn_reference(shares: Iterable[int], start: int, count: int) -> list[int]:
+    """Which of them, counted from 0, the sum of their shares draws: ``count`` at most."""
+    found, total = [], start
+    for index, share in enumerate(shares):
+        before, total = total, total + share
+        if total // _ONE > before // _ONE and before // _ONE < count:
+            found.append(index)
+    return found
