@@ -109,10 +109,12 @@ class SelectionPolicy:
             self._check_alignment()
         elif not isinstance(size, int) or size < CELL_SIZE or size % CELL_SIZE:
             raise ValueError(f"sel_block_size: expected a multiple of {CELL_SIZE}, got {size!r}")
-        if self.drawn and (self.query_tile == 1 or self.scored_blocks < 2):
+        if self.drawn and (
+            self.query_tile == 1 or self.scored_blocks < 2 or self.top_k > MOST_CELLS
+        ):
             raise ValueError(
-                f"drawn: expected False, or query_tile > 1 and top_k for 2 blocks that compete, "
-                f"got query_tile={self.query_tile} and top_k={self.top_k}"
+                f"drawn: expected False, or query_tile > 1 and top_k for 2 to {MOST_CELLS} blocks "
+                f"that compete, got query_tile={self.query_tile} and top_k={self.top_k}"
             )
 
     def _check_alignment(self) -> None:

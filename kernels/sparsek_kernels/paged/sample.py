@@ -106,7 +106,8 @@ def sample_blocks(
     quarters = quarters.masked_fill(~there, 0)
     keys = (KEYS - 1 - quarters.amax(-1, keepdim=True) + quarters).clamp(min=0).long()
     counts = keys.new_zeros((*keys.shape[:-1], KEYS)).scatter_add_(-1, keys, there.long())
-    steps = weight_steps(counts, places).clamp(max=MOST_STEPS).long().gather(-1, keys)
+    steps = weight_steps(counts, places).clamp(max=MOST_STEPS).long()
+    steps = torch.where(there.sum(-1, keepdim=True) > places, steps, 0).gather(-1, keys)
     each = probabilities(steps).long().masked_fill(~there, 0)
     until = each.cumsum(-1) + start
     place = (until - each) >> WHOLE_BITS

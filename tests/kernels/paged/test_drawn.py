@@ -110,8 +110,9 @@ def test_tiles_draw_by_turns_and_prompts_in_any_chunks() -> None:
     ("fields", "message"),
     [
         ({"query_tile": 1}, "drawn: expected False, or query_tile > 1 .* got query_tile=1"),
-        ({"top_k": 2}, "drawn: expected .* top_k for 2 blocks that compete, .* top_k=2"),
+        ({"top_k": 2}, "drawn: expected .* top_k for 2 to 32767 blocks that compete, .* top_k=2"),
         ({"top_k": 0}, "drawn: expected .* top_k=0"),
+        ({"top_k": 32768}, "drawn: expected .* top_k=32768"),
     ],
 )
 def test_policies_that_are_refused(fields: dict[str, int], message: str) -> None:

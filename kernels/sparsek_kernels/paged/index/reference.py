@@ -91,3 +91,43 @@ def drawn_reference(shares: Iterable[int], start: int, count: int) -> list[int]:
         if total // _ONE > before // _ONE and before // _ONE < count:
             found.append(index)
     return found
+
+
+def explained_reference(
+    threshold: int,
+    ranges: list[tuple[int, int]],
+    drawn: dict[int, int],
+    start: int,
+    slack: int,
+    most: int = 1 << 20,
+) -> int:
+    """How many, in the order of drawing, a threshold explains of what was drawn by other scores.
+
+    What is drawn has the keys that its steps tell, what is not has one of the keys that its score
+    may have.  So the sum of shares is known to lie in a range, which ends where nothing is left.
+
+    Args:
+        threshold: ``ceil(32 log2 T)``.
+        ranges: least and greatest key of each.
+        drawn: numbers of those that were drawn, and their steps.
+        start: what the sum of shares begins with.
+        slack: most error of a share.
+        most: steps at most.
+    """
+    steps = [min(max(threshold - 8 * key, 0), most) for key in range(64)]
+    shares = share_reference(torch.tensor(steps))
+    sure = shares == _ONE
+    least = torch.where(sure, _ONE, (shares - slack).clamp(min=0)).tolist()
+    greatest = torch.where(sure, _ONE, (shares + slack).clamp(max=_ONE - 1)).tolist()
+    low, high, count = start, start, 0
+    for reached, (lowest, highest) in enumerate(ranges):
+        if reached in drawn:
+            keys = [key for key in range(lowest, highest + 1) if steps[key] == drawn[reached]]
+            if not keys:
+                return reached
+            lowest, highest, count = keys[0], keys[-1], count + 1
+        low = max(low + least[lowest], count * _ONE)
+        high = min(high + greatest[highest], (count + 1) * _ONE - 1)
+        if low > high:
+            return reached
+    return len(ranges)

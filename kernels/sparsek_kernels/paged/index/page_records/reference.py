@@ -11,6 +11,7 @@ import torch
 
 from sparsek_kernels.paged.index.reference import (
     drawn_reference,
+    explained_reference,
     share_reference,
     start_reference,
     threshold_reference,
@@ -179,47 +180,15 @@ def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: flo
     )
     slack = int(tolerance > 0.0)
     lowest, highest = (threshold_reference(keys, places) for keys in (low, high))
-    drawn = dict(zip(found, (entry >> 21 for entry in filled), strict=True))
-    ranges = list(zip(low.tolist(), high.tolist(), strict=True))
+    drawn = dict(zip(turns, (entry >> 21 for entry in filled), strict=True))
+    ranges = list(zip(low[order].tolist(), high[order].tolist(), strict=True))
     reached = 0
     for threshold in range(lowest - slack, highest + slack + 1):
-        explained = _explained(threshold, ranges, drawn, choice.start, slack)
+        explained = explained_reference(threshold, ranges, drawn, choice.start, slack)
         if explained == len(order):
             return ""
         reached = max(reached, explained)
     cell = order[reached]
     score, wanted = float(scores[cell]), int(choice.steps[head, cell])
-    state = f"drawn with {drawn[cell]} steps" if cell in drawn else "not drawn"
+    state = f"drawn with {drawn[reached]} steps" if reached in drawn else "not drawn"
     return f"cell {choice.first + cell} (score {score:.3g}, {wanted} steps) is {state}"
-
-
-def _explained(
-    threshold: int, ranges: list[tuple[int, int]], drawn: dict[int, int], start: int, slack: int
-) -> int:
-    """How many cells, in the order of drawing, a threshold explains; see :func:`list_error`.
-
-    Args:
-        threshold: ``ceil(32 log2 T)``.
-        ranges: least and greatest key of each far cell.
-        drawn: cells and their steps.
-        start: what the sum of shares begins with.
-        slack: most error of a share.
-    """
-    steps = [max(threshold - 8 * key, 0) for key in range(64)]
-    shares = share_reference(torch.tensor(steps))
-    sure = shares == _ONE
-    least = torch.where(sure, _ONE, (shares - slack).clamp(min=0)).tolist()
-    most = torch.where(sure, _ONE, (shares + slack).clamp(max=_ONE - 1)).tolist()
-    low, high, count = start, start, 0
-    for reached, cell in enumerate(drawing_order(len(ranges))):
-        lowest, highest = ranges[cell]
-        if cell in drawn:
-            keys = [key for key in range(lowest, highest + 1) if steps[key] == drawn[cell]]
-            if not keys:
-                return reached
-            lowest, highest, count = keys[0], keys[-1], count + 1
-        low = max(low + least[lowest], count * _ONE)
-        high = min(high + most[highest], (count + 1) * _ONE - 1)
-        if low > high:
-            return reached
-    return len(ranges)

@@ -10,6 +10,7 @@ from sparsek_kernels.paged.index.reference import (
     best,
     block_scores_reference,
     drawn_reference,
+    explained_reference,
     means_reference,
     share_reference,
     start_reference,
@@ -133,12 +134,11 @@ def head_masses_reference(
     return torch.stack(probabilities)
 
 
-def block_keys_reference(scores: torch.Tensor) -> torch.Tensor:
-    """Integer keys ``[n]``, 63 for the best score, one less for each quarter of an octave below."""
+def quarters_reference(scores: torch.Tensor) -> torch.Tensor:
+    """Quarters of octaves ``[n]`` of scores, as integers that count up with them."""
     scores = torch.where(scores > 2.0**-48, scores, 2.0**-48)
     fraction, exponent = torch.frexp(scores)  # scores are fraction * 2 ** exponent
-    quarters = 4 * exponent + ((fraction - 0.5) * 8.0).floor().long()
-    return (63 - quarters.max() + quarters).clamp(min=0)
+    return 4 * exponent + ((fraction - 0.5) * 8.0).floor().long()
 
 
 def draw_blocks_reference(
@@ -154,7 +154,8 @@ def draw_blocks_reference(
     """
     if not blocks:
         return []
-    keys = block_keys_reference(scores)
+    quarters = quarters_reference(scores)
+    keys = (63 - quarters.max() + quarters).clamp(min=0)
     steps = (threshold_reference(keys, count) - 8 * keys).clamp(0, 512)
     drawn = drawn_reference(share_reference(steps).tolist(), start, count)
     return [blocks[index] + (int(steps[index]) << 21) for index in drawn]
@@ -187,3 +188,41 @@ def sample_blocks_reference(
         entries.sort(key=lambda entry: entry % 2**21)
         lists.append(entries + [-1] * (places - len(entries)))
     return lists
+
+
+def drawn_error(
+    scores: torch.Tensor,
+    blocks: list[int],
+    count: int,
+    start: int,
+    entries: list[int],
+    tolerance: float,
+) -> str:
+    """What is wrong with entries of blocks that others drew; empty where nothing is.
+
+    They are right if some scores within the tolerance explain them, as in ``list_error`` of
+    ``page_records``.
+
+    Args:
+        scores, blocks, count, start: as :func:`draw_blocks_reference` takes them.
+        entries: those of these blocks, ascending.
+        tolerance: most relative error of a score.
+    """
+    turns = {block: turn for turn, block in enumerate(blocks)}
+    drawn = {turns[entry % 2**21]: entry >> 21 for entry in entries}
+    if len(drawn) < len(entries) or list(drawn) != sorted(drawn) or len(drawn) > count:
+        return f"{entries} are too many, double or out of order"
+    low, high = (quarters_reference(scores * (1 + error)) for error in (-tolerance, tolerance))
+    lows, highs = (63 - high.max() + low).clamp(0, 63), (63 - low.max() + high).clamp(0, 63)
+    ranges = list(zip(lows.tolist(), highs.tolist(), strict=True))
+    first, last = (threshold_reference(keys, count) for keys in (lows, highs))
+    if len(blocks) == count:
+        first = last = 0
+    reached = max(
+        explained_reference(threshold, ranges, drawn, start, 1, 512)
+        for threshold in range(first - 1, last + 2)
+    )
+    if reached == len(blocks):
+        return ""
+    block = blocks[reached]
+    return f"block {block} (score {float(scores[reached]):.3g}) of {entries} is not explained"

@@ -1,0 +1,203 @@
+"""Blocks that prefill tiles draw: the kernels' lists and weights, against the float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import oracle_check
+import pytest
+import test_rank
+import torch
+import triton.language as tl
+from problems import make_problem, select_phases
+
+from sparsek_kernels.paged.index.kernels import draw
+from sparsek_kernels.paged.index.launch import Scores
+from sparsek_kernels.paged.index.problem import Selection, Step
+from sparsek_kernels.paged.index.reference import start_reference
+from sparsek_kernels.paged.index.two_step import launch as two_step_launch
+from sparsek_kernels.paged.index.two_step import launch_probabilities
+from sparsek_kernels.paged.index.two_step.reference import drawn_error
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.prefill_tiles import prefill_tiles
+from sparsek_kernels.paged.reference import head_masses_reference, select_blocks_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = SelectionPolicy(
+    num_sink=4, window_size=20, top_k=4, sel_block_size=16, query_tile=32, drawn=True
+)
+CASES = {
+    "blocks-of-16": ([(100, 450), (31, 413), (64, 64)], SMALL, {"group": 3}),
+    "blocks-of-48": ([(70, 940)], replace(SMALL, sel_block_size=48, top_k=3), {"page_size": 48}),
+    "blocks-of-64": (
+        [(1, 200), (70, 1500), (65, 130)],
+        replace(SMALL, sel_block_size=64, query_tile=64, top_k=3),
+        {"num_decodes": 1, "dim": 40},
+    ),
+    "blocks-over-pages": (
+        [(40, 1100)],
+        replace(SMALL, sel_block_size=64, top_k=3, num_sink=0, window_size=1),
+        {"page_size": 32, "heads": 1, "group": 4},
+    ),
+    "all-are-candidates": ([(40, 300)], replace(SMALL, top_k=8), {}),
+    "dense-below": ([(150, 400)], replace(SMALL, dense_below=320), {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is interpreted reads rows of scores in several chunks."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(draw, "CHUNK", tl.constexpr(16))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lists_are_the_oracles_and_weights_are_attended(name: str) -> None:
+    """In float32, where nothing is rounded to 16 bits."""
+    lengths, policy, options = CASES[name]
+    problem = make_problem(lengths, device=DEVICE, query_gain=1.5, **options)
+    oracle_check.fill(problem)
+    rule = oracle_check.without_records(policy)
+    found = oracle_check.attend(problem, rule).double().cpu()
+    first = problem.batch.num_decodes
+    prefills = problem.batch.part(first, len(lengths))
+    lists = [
+        row.tolist()
+        for mine in select_phases(problem.operands(problem.q), prefills, rule)
+        for row in mine.cpu()
+    ]
+    asked = iter(lists)
+    weighted = 0
+
+    def checked(*arguments: object) -> list[list[int]] | None:
+        nonlocal weighted
+        want = select_blocks_reference(*arguments)  # type: ignore[arg-type]
+        got = next(asked)
+        assert got == ([[-1] * policy.scored_blocks] * len(got) if want is None else want)
+        weighted += sum(entry >> draw.CELL_BITS.value > 0 for row in want or () for entry in row)
+        return want
+
+    expected = oracle_check.expected(problem, rule, chosen=checked)
+    assert not list(asked)
+    assert weighted
+    assert (found - expected).abs().max() <= oracle_check.TOLERANCE[torch.float32]
+
+
+RANKED = {
+    "small": test_rank.Case([(100, 1200), (31, 900), (64, 64)], SMALL, {"group": 3}),
+    "units": test_rank.Case(
+        [(70, 2100)], replace(SMALL, sel_block_size=128, query_tile=64, top_k=3), {"heads": 1}
+    ),
+    "pages": test_rank.Case(
+        [(130, 2300)],
+        replace(SMALL, sel_block_size=64, query_tile=64, num_sink=64, window_size=129, top_k=5),
+        test_rank.PAGES,
+    ),
+}
+REAL = {
+    "default": test_rank.Case(
+        [(300, 20000), (65, 33000)],
+        SelectionPolicy(num_sink=64, window_size=512, top_k=48, drawn=True),
+        {"group": 4, "dim": 128},
+    ),
+    "wide": test_rank.Case(
+        [(300, 9000)],
+        SelectionPolicy(num_sink=64, window_size=512, top_k=16, query_tile=128, drawn=True),
+        {"group": 16, "dim": 64},
+    ),
+}
+
+
+def check_ranked(case: test_rank.Case, dtype: torch.dtype, tolerance: float) -> None:
+    """Lists of random candidates and random first scores: of each kind a sample by its scores."""
+    problem = make_problem(case.lengths, dtype=dtype, device=DEVICE, query_gain=1.5, **case.options)
+    rule, heads, scale = case.policy, problem.k_cache.shape[1], problem.q.shape[-1] ** -0.5
+    keys = test_rank.fill_keys(problem, 1.0)
+    tiles = test_rank.tiles_of(case, problem)
+    drawn = test_rank.draw_candidates(case, tiles, heads)
+    table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
+    shape = (table.shape[0], heads, rule.scored_blocks)
+    out = torch.full(shape, -7, dtype=torch.int32, device=DEVICE)
+    call = Selection(out, problem.operands(problem.q), problem.batch, rule, table)
+    generator = torch.Generator().manual_seed(3)
+    means = torch.randn(len(tiles), heads, call.width, generator=generator).mul(3.0).exp2()
+    means[:, :, ::7] = 0.0
+    most = rule.listed_blocks
+    padded = [[row + [-1] * (most - len(row)) for row in lists] for lists in drawn]
+    given = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
+    row = means.to(DEVICE, copy=True).flatten()  # overwritten
+    scores = Scores(row, (heads * call.width, call.width, 0))
+    launch_probabilities.rank_blocks(call, Step(0, len(tiles)), given, scores)
+    offsets, checked = problem.batch.cu_seqlens_q.tolist(), 0
+    for index, (request, base, positions) in enumerate(tiles):
+        if not positions or rule.sees_all(base):
+            assert not positions or (out[index] == -1).all()
+            continue
+        new, length = case.lengths[request]
+        token = offsets[request] + positions[0] - (length - new)
+        masses = head_masses_reference(
+            problem.q[token : token + len(positions)].cpu(),
+            keys[request],
+            list(positions),
+            drawn[index],
+            rule,
+            scale,
+        )
+        exact = masses.square().sum((0, 2)).sqrt()
+        start = start_reference(base // rule.query_tile)
+        for head, mine in enumerate(drawn[index]):
+            others = sorted({*range(*rule.candidate_range(base))} - {*mine})
+            entries = [entry for entry in out[index, head].tolist() if entry >= 0]
+            blocks = [entry % (1 << draw.CELL_BITS.value) for entry in entries]
+            assert out[index, head, len(entries) :].eq(-1).all()
+            assert blocks == sorted(set(blocks))
+            count = min(rule.other_blocks, len(others))
+            for scored, of, places in (
+                (exact[head, mine], mine, rule.scored_blocks - count),
+                (means[index, head].double()[others], others, count),
+            ):
+                chosen = [
+                    entry for entry, block in zip(entries, blocks, strict=True) if block in of
+                ]
+                if of:
+                    wrong = drawn_error(scored, of, places, start, chosen, tolerance)
+                    assert not wrong, (index, head, wrong)
+            checked += bool(others)
+    assert checked
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize("name", RANKED)
+def test_samples_by_given_scores(name: str, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_probabilities, "listed_shares", lambda *_: shares)
+    check_ranked(RANKED[name], torch.float16, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes(name: str, page_size: int) -> None:
+    case = REAL[name]
+    options = {"page_size": page_size, "head_major": page_size == 64}
+    check_ranked(replace(case, options=options | case.options), torch.bfloat16, 1e-3)
+
+
+def test_scores_of_nan_queries_draw_blocks_that_there_are() -> None:
+    problem = make_problem([(40, 900)], device=DEVICE)
+    oracle_check.fill(problem)
+    problem.q.fill_(float("nan"))
+    (chosen,) = select_phases(problem.operands(problem.q), problem.batch, SMALL)
+    blocks = chosen[chosen >= 0] % (1 << draw.CELL_BITS.value)
+    assert blocks.numel() >= chosen.shape[:2].numel()
+    assert ((blocks >= 1) & (blocks < 900 // 16)).all()
+
+
+def test_learned_sinks_and_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([(100, 450), (40, 700)], device=DEVICE)
+    oracle_check.fill(problem)
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 6.0], device=DEVICE)
+    whole = oracle_check.attend(problem, SMALL, sinks)
+    want = oracle_check.expected(problem, SMALL, sinks)
+    assert (whole.double().cpu() - want).abs().max() <= oracle_check.TOLERANCE[torch.float32]
+    monkeypatch.setattr(two_step_launch, "SCRATCH_ELEMENTS", 64)
+    assert torch.allclose(whole, oracle_check.attend(problem, SMALL, sinks), atol=1e-6, rtol=0)
