@@ -14,6 +14,9 @@ from sparsek_kernels.paged.kernels.tiles import (
     tile_sees_all,
     tile_span,
 )
+from sparsek_kernels.paged.sample import CELL_BITS
+
+CELL_MASK: gl.constexpr = gl.constexpr((1 << CELL_BITS) - 1)
 
 ROWS: gl.constexpr = gl.constexpr(64)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
@@ -63,13 +66,15 @@ def block_page(
     entry,
     selected_ptr, table_ptr,
     front, selected, first_local, count,
-    PAGE_SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
 ):  # fmt: skip
     """Page of list entry ``entry``, and the row of the page where it starts; past the list, -1."""
     chosen = (entry >= front) & (entry < front + selected)
-    block = gl.load(selected_ptr + entry - front, mask=chosen, other=0)
+    block = gl.maximum(gl.load(selected_ptr + entry - front, mask=chosen, other=0), 0)
+    if DRAWN:
+        block = block & CELL_MASK
     plain = gl.where(entry < front, entry, first_local + entry - front - selected)
-    start = gl.where(chosen, gl.maximum(block, 0), plain) * ROWS
+    start = gl.where(chosen, block, plain) * ROWS
     page = gl.load(table_ptr + start // PAGE_SIZE, mask=entry < count, other=-1)
     return page, start % PAGE_SIZE
 
@@ -100,7 +105,7 @@ def load_partition(
     q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
+    DRAWN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Issue every TMA load of this program's items, as buffers become free.
 
@@ -137,18 +142,50 @@ def load_partition(
             k_col = kv_head * k_head_cols
             v_col = kv_head * v_head_cols
             page_0, row_0 = block_page(
-                0, chosen, table, front, selected, first_local, count, PAGE_SIZE
+                0,
+                chosen,
+                table,
+                front,
+                selected,
+                first_local,
+                count,
+                PAGE_SIZE,
+                DRAWN,
             )
             page_1, row_1 = block_page(
-                1, chosen, table, front, selected, first_local, count, PAGE_SIZE
+                1,
+                chosen,
+                table,
+                front,
+                selected,
+                first_local,
+                count,
+                PAGE_SIZE,
+                DRAWN,
             )
             for pair in range(0, (count + 1) // 2):
                 # looked up a pair ahead, so that no copy waits for a load
                 next_0, next_row_0 = block_page(
-                    2 * pair + 2, chosen, table, front, selected, first_local, count, PAGE_SIZE
+                    2 * pair + 2,
+                    chosen,
+                    table,
+                    front,
+                    selected,
+                    first_local,
+                    count,
+                    PAGE_SIZE,
+                    DRAWN,
                 )
                 next_1, next_row_1 = block_page(
-                    2 * pair + 3, chosen, table, front, selected, first_local, count, PAGE_SIZE
+                    2 * pair + 3,
+                    chosen,
+                    table,
+                    front,
+                    selected,
+                    first_local,
+                    count,
+                    PAGE_SIZE,
+                    DRAWN,
                 )
                 stage = fetched % STAGES
                 first_buffer = stage * PARTS * 2

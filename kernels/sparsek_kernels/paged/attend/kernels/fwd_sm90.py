@@ -23,7 +23,11 @@ from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barri
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
 from sparsek_kernels.paged.attend.kernels.fwd_load_sm90 import ROWS, load_partition, place
+from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
+from sparsek_kernels.paged.sample import STEPS as _STEPS
 
+CELL_BITS: gl.constexpr = gl.constexpr(_CELL_BITS)
+STEPS: gl.constexpr = gl.constexpr(_STEPS)
 PAIR: gl.constexpr = gl.constexpr(128)
 
 
@@ -56,16 +60,55 @@ def mask_pair(s, position, first, second, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def pair_logs(pair, chosen, front, selected):
+    """Base-2 logs of the weights of a pair of blocks.
+
+    Where an entry is none the log is a number, as in ``read_entry``.
+    """
+    entry_0 = 2 * pair - front
+    entry_1 = entry_0 + 1
+    first = gl.load(chosen + entry_0, mask=(entry_0 >= 0) & (entry_0 < selected), other=0)
+    second = gl.load(chosen + entry_1, mask=(entry_1 >= 0) & (entry_1 < selected), other=0)
+    log_0 = gl.where(first < 0, -1.0e30, (first >> CELL_BITS).to(gl.float32) * (1.0 / STEPS))
+    log_1 = gl.where(second < 0, -1.0e30, (second >> CELL_BITS).to(gl.float32) * (1.0 / STEPS))
+    return log_0, log_1
+
+
+@gluon.jit
+def weigh_pair(s, m, total, qk_scale, log_0, log_1):
+    """``softmax_step`` of two blocks, to whose logits these logs are added, one to each block's.
+
+    They are part of what is subtracted from logits: a key takes as many instructions as without.
+    """
+    S_LAYOUT: gl.constexpr = s.type.layout
+    blocks = gl.reshape(s, [ROWS, 2, ROWS])
+    top = gl.max(blocks, axis=2) * qk_scale  # [ROWS, 2]
+    half = gl.arange(0, 2, gl.SliceLayout(0, top.type.layout))
+    log = gl.where(half == 0, log_0, log_1)[None, :]
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(top + log, axis=1), m.type.layout))
+    alpha = gl.exp2(m - m_new)
+    below = gl.convert_layout(m_new, gl.SliceLayout(1, top.type.layout))[:, None] - log
+    p = gl.reshape(gl.exp2(blocks * qk_scale - gl.expand_dims(below, 2)), [ROWS, PAIR])
+    p = gl.convert_layout(p, S_LAYOUT, assert_trivial=True)
+    return p, m_new, total * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
 def attend_pairs(
-    acc, p, m, total, fetched, first, last, q_tile, k_wide, v_wide, k_full, k_empty, v_full,
-    v_empty,
-    anchor_ptr,
-    position, first_key, second_key, qk_scale,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr,
+    acc, p, m, total, fetched, log_0, log_1, first, last, q_tile, k_wide, v_wide, k_full, k_empty,
+    v_full, v_empty,
+    anchor_ptr, chosen,
+    front, selected, position, first_key, second_key, qk_scale,
+    MASKED: gl.constexpr, DRAWN: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Pairs ``first .. last``; ``p`` holds the weights of the pair before, not yet applied."""
-    for _pair in range(first, last):
+    """Pairs ``first .. last``; ``p`` holds the weights of the pair before, not yet applied.
+
+    The logs of a pair's weights are read one pair ahead, so that nothing waits for them.
+    """
+    for pair in range(first, last):
+        if DRAWN:
+            next_0, next_1 = pair_logs(pair + 1, chosen, front, selected)
         stage = fetched % STAGES
         before = (fetched - 1) % STAGES
         mbarrier.wait(k_full.index(stage), (fetched // STAGES) & 1)
@@ -78,7 +121,11 @@ def attend_pairs(
         s = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
             s = mask_pair(s, position, first_key, second_key, S_LAYOUT)
-        weights, m, total, alpha = softmax_step(s, m, total, qk_scale, False)
+        if DRAWN:
+            weights, m, total, alpha = weigh_pair(s, m, total, qk_scale, log_0, log_1)
+            log_0, log_1 = next_0, next_1
+        else:
+            weights, m, total, alpha = softmax_step(s, m, total, qk_scale, False)
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, anchor_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -87,19 +134,20 @@ def attend_pairs(
         p = p_next
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         fetched += 1
-    return acc, p, m, total, fetched
+    return acc, p, m, total, fetched, log_0, log_1
 
 
 @gluon.jit
 def attend_partition(
-    out_ptr, sinks_ptr,
+    out_ptr, sinks_ptr, selected_ptr,
     q_wide, k_wide, v_wide, v_smem, bars,
     tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
     qk_scale, v_scale, dense_below, num_tiles, num_items,
     stride_ot, stride_oh,
+    stride_it, stride_ih,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, HAS_SINKS: gl.constexpr,
-    STAGES: gl.constexpr, INDEX: gl.constexpr,
+    DRAWN: gl.constexpr, STAGES: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: one head of each pair, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tail_done = bars
@@ -114,7 +162,7 @@ def attend_partition(
     tails = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         (
-            _tile, kv_head, member, _request, start, low, high, token_of_zero, _front, _selected,
+            tile, kv_head, member, _request, start, low, high, token_of_zero, front, selected,
             _first_local, count,
         ) = place(
             item, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles, GROUP, TILE,
@@ -136,6 +184,12 @@ def attend_partition(
                 m = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
                 total = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
+            chosen = selected_ptr + tile.to(gl.int64) * stride_it
+            chosen += kv_head.to(gl.int64) * stride_ih
+            log_0, log_1 = qk_scale, qk_scale  # of no meaning where blocks are not drawn
+            if DRAWN:
+                log_0, log_1 = pair_logs(0, chosen, front, selected)
+                next_0, next_1 = pair_logs(1, chosen, front, selected)
             stage = fetched % STAGES
             mbarrier.wait(q_full.index(INDEX), done & 1)
             mbarrier.wait(k_full.index(stage), (fetched // STAGES) & 1)
@@ -147,18 +201,23 @@ def attend_partition(
             mbarrier.arrive(k_empty.index(stage), count=1)
             if pairs == 1:
                 s = mask_pair(s, position, first_key, second_key, S_LAYOUT)
-            weights, m, total, _alpha = softmax_step(s, m, total, qk_scale, False)
+            if DRAWN:
+                weights, m, total, _alpha = weigh_pair(s, m, total, qk_scale, log_0, log_1)
+                log_0, log_1 = next_0, next_1
+            else:
+                weights, m, total, _alpha = softmax_step(s, m, total, qk_scale, False)
             p = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
             fetched += 1
-            acc, p, m, total, fetched = attend_pairs(
-                acc, p, m, total, fetched, 1, pairs - 1, q_tile, k_wide, v_wide, k_full, k_empty,
-                v_full, v_empty, out_ptr, position, first_key, second_key, qk_scale, False, STAGES,
-                S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            acc, p, m, total, fetched, log_0, log_1 = attend_pairs(
+                acc, p, m, total, fetched, log_0, log_1, 1, pairs - 1, q_tile, k_wide, v_wide,
+                k_full, k_empty, v_full, v_empty, out_ptr, chosen, front, selected, position,
+                first_key, second_key, qk_scale, False, DRAWN, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
-            acc, p, m, total, fetched = attend_pairs(
-                acc, p, m, total, fetched, gl.maximum(pairs - 1, 1), pairs, q_tile, k_wide, v_wide,
-                k_full, k_empty, v_full, v_empty, out_ptr, position, first_key, second_key,
-                qk_scale, True, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            acc, p, m, total, fetched, log_0, log_1 = attend_pairs(
+                acc, p, m, total, fetched, log_0, log_1, gl.maximum(pairs - 1, 1), pairs, q_tile,
+                k_wide, v_wide, k_full, k_empty, v_full, v_empty, out_ptr, chosen, front, selected,
+                position, first_key, second_key, qk_scale, True, DRAWN, STAGES, S_LAYOUT, O_LAYOUT,
+                P_LAYOUT,
             )  # fmt: skip
             mbarrier.arrive(q_empty.index(INDEX), count=1)
             before = (fetched - 1) % STAGES
@@ -193,7 +252,7 @@ def attend_hopper_kernel(
     q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_SINKS: gl.constexpr, DRAWN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor; ``num_items`` pairs of heads of 64 queries.
 
@@ -232,19 +291,21 @@ def attend_hopper_kernel(
             (
                 attend_partition,
                 (
-                    out_ptr, sinks_ptr, q_wide, k_wide, v_wide, v_smem, bars, tiles_ptr,
-                    seq_lens_ptr, cu_seqlens_ptr, qk_scale, v_scale, dense_below, num_tiles,
-                    num_items, stride_ot, stride_oh, GROUP, HEAD_DIM, TILE, SINK_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, HAS_SINKS, STAGES, 0,
+                    out_ptr, sinks_ptr, selected_ptr, q_wide, k_wide, v_wide, v_smem, bars,
+                    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, qk_scale, v_scale, dense_below,
+                    num_tiles, num_items, stride_ot, stride_oh, stride_it, stride_ih, GROUP,
+                    HEAD_DIM, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, HAS_SINKS, DRAWN,
+                    STAGES, 0,
                 ),
             ),
             (
                 attend_partition,
                 (
-                    out_ptr, sinks_ptr, q_wide, k_wide, v_wide, v_smem, bars, tiles_ptr,
-                    seq_lens_ptr, cu_seqlens_ptr, qk_scale, v_scale, dense_below, num_tiles,
-                    num_items, stride_ot, stride_oh, GROUP, HEAD_DIM, TILE, SINK_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, HAS_SINKS, STAGES, 1,
+                    out_ptr, sinks_ptr, selected_ptr, q_wide, k_wide, v_wide, v_smem, bars,
+                    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, qk_scale, v_scale, dense_below,
+                    num_tiles, num_items, stride_ot, stride_oh, stride_it, stride_ih, GROUP,
+                    HEAD_DIM, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, HAS_SINKS, DRAWN,
+                    STAGES, 1,
                 ),
             ),
             (
@@ -254,7 +315,8 @@ def attend_hopper_kernel(
                     block_table_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles,
                     num_items, stride_it, stride_ih, stride_br, q_head_cols, k_page_rows,
                     k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols, GROUP,
-                    HEAD_DIM, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, PAGE_SIZE, STAGES,
+                    HEAD_DIM, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, PAGE_SIZE,
+                    DRAWN, STAGES,
                 ),
             ),
         ],

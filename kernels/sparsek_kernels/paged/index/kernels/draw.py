@@ -78,11 +78,30 @@ def draw(key, there, threshold, total, COUNT):
 
 
 @triton.jit
+def keys_below(best, score):
+    """Keys of scores, the last one at ``best`` quarters of octaves."""
+    return tl.maximum(KEYS - 1 - best + quarters_of(score), 0)
+
+
+@triton.jit
+def mark_listed(row, score, block, there, start, COUNT):
+    """Draw ``COUNT`` of the candidates, and leave in ``row`` below -1 what is drawn: -2 - steps.
+
+    The others, in whose place is -1, are then known as candidates too.
+    """
+    best = tl.max(tl.where(there, quarters_of(score), 0), axis=0)
+    key = keys_below(best, score)
+    threshold = threshold_steps(tl.histogram(key, KEYS, mask=there), KEYS, COUNT)
+    steps, drawn, _share = draw(key, there, threshold, start, COUNT)
+    tl.store(row + block, tl.where(drawn, -2.0 - steps, -1.0), mask=there)
+    tl.debug_barrier()
+
+
+@triton.jit
 def write_drawn(out, row, score, block, there, first, last, tile, OTHERS, PLACES: tl.constexpr):
     """Write the entries of one tile's sample, ascending, then -1.
 
-    What is drawn of the candidates is left in ``row``, in place of their first scores: below -1 for
-    those that are, -1 for others.  So one pass over it meets all entries in order.
+    One pass over ``row`` meets them all in order, of candidates and of other blocks.
 
     Args:
         out: ``[PLACES]``, the list.
@@ -92,12 +111,7 @@ def write_drawn(out, row, score, block, there, first, last, tile, OTHERS, PLACES
         OTHERS: places of blocks that are no candidates, not more than there are of them.
     """
     start = start_of(tile)
-    quarters = tl.where(there, quarters_of(score), 0)
-    key = tl.maximum(KEYS - 1 - tl.max(quarters, axis=0) + quarters, 0)
-    threshold = threshold_steps(tl.histogram(key, KEYS, mask=there), KEYS, PLACES - OTHERS)
-    steps, drawn, _share = draw(key, there, threshold, start, PLACES - OTHERS)
-    tl.store(row + block, tl.where(drawn, -2.0 - steps, -1.0), mask=there)
-    tl.debug_barrier()
+    mark_listed(row, score, block, there, start, PLACES - OTHERS)
     offs = tl.arange(0, CHUNK)
     best = 0
     for begin in tl.range(first, last, CHUNK):
@@ -106,8 +120,8 @@ def write_drawn(out, row, score, block, there, first, last, tile, OTHERS, PLACES
     counts = tl.zeros([KEYS], dtype=tl.int32)
     for begin in tl.range(first, last, CHUNK):
         value = tl.load(row + begin + offs, mask=begin + offs < last, other=-1.0)
-        key = tl.maximum(KEYS - 1 - best + quarters_of(value), 0)
-        counts += tl.histogram(key, KEYS, mask=(value >= 0.0) | (value != value))
+        other = (value >= 0.0) | (value != value)
+        counts += tl.histogram(keys_below(best, value), KEYS, mask=other)
     threshold = 0
     if tl.sum(counts, axis=0) > OTHERS:
         threshold = threshold_steps(counts, KEYS, OTHERS)
@@ -116,8 +130,7 @@ def write_drawn(out, row, score, block, there, first, last, tile, OTHERS, PLACES
     for begin in tl.range(first, last, CHUNK):
         value = tl.load(row + begin + offs, mask=begin + offs < last, other=-1.0)
         other = (value >= 0.0) | (value != value)
-        key = tl.maximum(KEYS - 1 - best + quarters_of(value), 0)
-        steps, drawn, share = draw(key, other, threshold, total, OTHERS)
+        steps, drawn, share = draw(keys_below(best, value), other, threshold, total, OTHERS)
         steps = tl.where(value < 0.0, -2.0 - value, steps).to(tl.int32)
         drawn = drawn | (value < -1.0)
         place = filled + tl.cumsum(drawn.to(tl.int32), axis=0) - 1
