@@ -9,8 +9,10 @@ import pytest
 import test_rank
 import torch
 import triton.language as tl
-from problems import make_problem, select_phases
+from problems import Problem, make_problem, phases, select_phases
 
+from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.kernels import draw
 from sparsek_kernels.paged.index.launch import Scores
 from sparsek_kernels.paged.index.problem import Selection, Step
@@ -190,6 +192,31 @@ def test_scores_of_nan_queries_draw_blocks_that_there_are() -> None:
     blocks = chosen[chosen >= 0] % (1 << draw.CELL_BITS.value)
     assert blocks.numel() >= chosen.shape[:2].numel()
     assert ((blocks >= 1) & (blocks < 900 // 16)).all()
+
+
+def attended_without_blocks(problem: Problem, policy: SelectionPolicy) -> None:
+    """Lists may be empty: rows that begin with places that hold -1 attend the rest as it is."""
+    oracle_check.fill(problem)
+    (segment,) = phases(problem.batch, policy)
+    count = prefill_tiles(problem.batch, policy.query_tile, problem.q.shape[0]).shape[0]
+    lists = torch.full((count, problem.k_cache.shape[1], policy.scored_blocks), -1, device=DEVICE)
+    out = torch.full_like(problem.q, float("nan"))
+    operands = problem.operands(out)
+    attend_launch.attend_segment(operands, segment, Chosen(lists.to(torch.int32)))
+
+    def nothing(
+        q: torch.Tensor, k: torch.Tensor, positions: list[int], rule: SelectionPolicy, scale: float
+    ) -> list[list[int]] | None:
+        return None if rule.sees_all(positions[0]) else [[-1] * rule.scored_blocks] * k.shape[1]
+
+    error = (out.double().cpu() - oracle_check.expected(problem, policy, chosen=nothing)).abs()
+    assert error.max() <= oracle_check.TOLERANCE[problem.q.dtype]
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_lists_may_be_empty(size: int) -> None:
+    policy = replace(SMALL, num_sink=0, window_size=1, sel_block_size=size)
+    attended_without_blocks(make_problem([(100, 450), (9, 400)], device=DEVICE), policy)
 
 
 def test_learned_sinks_and_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
