@@ -269,12 +269,12 @@ def attend_tile(
     every, outputs = MaskRule(causal=False), []
     for row, log in zip(q, logs, strict=True):
         seen = log > -math.inf
-        keys = k[seen, 0]
+        keys, values = k[seen, 0], v[seen]
         if policy.drawn:
             log = log[seen, None] / scale
             high = log.to(keys.dtype)
             keys = torch.cat([keys, high, (log - high).to(keys.dtype)], dim=-1)
-            row = F.pad(row, (0, 2), value=1.0)
-        head = attend_head(row[None], keys, v[seen], every, dtype=dtype, softmax_scale=scale)
-        outputs.append(head[0])
+            row, values = F.pad(row, (0, 2), value=1.0), F.pad(values, (0, 2))
+        head = attend_head(row[None], keys, values, every, dtype=dtype, softmax_scale=scale)
+        outputs.append(head[0][..., : v.shape[-1]])
     return torch.cat(outputs)
