@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from sparsek_kernels.paged import Indexers, SelectionPolicy, StepPolicy, VerticalSlash
 from sparsek_kernels.paged.index.reference import share_reference
+from sparsek_kernels.paged.index.two_step import reference
 from sparsek_kernels.paged.index.two_step.reference import draw_blocks_reference
-from sparsek_kernels.paged.reference import select_blocks_reference
+from sparsek_kernels.paged.reference import logs_reference, select_blocks_reference
 from sparsek_kernels.paged.sample import CELL_BITS, sample_blocks
 from tests.kernels.paged.cache_cases import make_case, run
 
@@ -89,6 +90,30 @@ def test_places_and_kinds(length: int) -> None:
         assert blocks[-1] < last
         weights = sum(2.0 ** ((entry >> CELL_BITS) / 32) for entry in filled)
         assert weights > len(filled)
+
+
+def test_a_rows_sums_are_dense_ones_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row, over all starts: of its weights, and of its weights that are not certain."""
+    generator, length = torch.Generator().manual_seed(5), 900
+    q = 2.0 * torch.randn(4, 4, 32, generator=generator)
+    k = torch.randn(length, 2, 32, generator=generator)
+    positions = list(range(length - 4, length))
+    starts, weights = range(0, ONE, 512), torch.zeros(2, length, dtype=torch.float64)
+    for start in starts:
+        monkeypatch.setattr(reference, "start_reference", lambda _number, start=start: start)
+        logs = logs_reference(q, k, positions, POLICY, 32**-0.5, select_blocks_reference)
+        weights += logs[-1].exp() / len(starts)
+    shares = torch.einsum("hgd,nhd->hgn", q[-1].unflatten(0, (2, 2)).double(), k.double())
+    shares = shares.mul(32**-0.5).softmax(-1)
+    found = (shares * weights[:, None]).sum(-1)
+    assert (found - 1.0).abs().max() < 0.02
+    first, last = (16 * block for block in POLICY.candidate_range(positions[0]))
+    some = weights[:, first:last] != 1.0
+    assert some.float().mean() > 0.5
+    of_some = (shares[..., first:last] * some[:, None]).sum(-1)
+    drawn = (shares * weights[:, None])[..., first:last].where(some[:, None], 0.0).sum(-1)
+    assert of_some.min() > 0.1
+    assert (drawn / of_some - 1.0).abs().max() < 0.04
 
 
 def test_tiles_draw_by_turns_and_prompts_in_any_chunks() -> None:
