@@ -22,7 +22,11 @@ from sparsek_kernels.paged.index.two_step import launch_probabilities
 from sparsek_kernels.paged.index.two_step.reference import drawn_error
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from sparsek_kernels.paged.reference import head_masses_reference, select_blocks_reference
+from sparsek_kernels.paged.reference import (
+    candidates_reference,
+    head_masses_reference,
+    tile_scores_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = SelectionPolicy(
@@ -53,6 +57,42 @@ def rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(draw, "CHUNK", tl.constexpr(16))
 
 
+def check_sample(
+    lists: list[list[int]],
+    listed: list[list[int]],
+    masses: torch.Tensor,
+    means: torch.Tensor,
+    rule: SelectionPolicy,
+    position: int,
+    tolerance: float,
+) -> None:
+    """Of each kind of blocks every KV head has a sample by its scores.
+
+    Args:
+        listed: candidates.
+        masses: ``[samples, Hkv, G, blocks]``.
+        means: ``[Hkv, blocks]``, first scores.
+        position: of the tile's first query.
+        tolerance: most relative error of a score.
+    """
+    exact, start = masses.square().sum((0, 2)).sqrt(), start_reference(position // rule.query_tile)
+    for head, (row, mine) in enumerate(zip(lists, listed, strict=True)):
+        entries = [entry for entry in row if entry >= 0]
+        blocks = [entry % (1 << draw.CELL_BITS.value) for entry in entries]
+        assert row == entries + [-1] * (rule.scored_blocks - len(entries))
+        assert blocks == sorted(set(blocks))
+        others = sorted({*range(*rule.candidate_range(position))} - {*mine})
+        assert set(blocks) <= {*mine, *others}
+        count = min(rule.other_blocks, len(others))
+        for scored, of, places in (
+            (exact[head, mine], mine, rule.scored_blocks - count),
+            (means[head].double()[others], others, count),
+        ):
+            chosen = [entry for entry, block in zip(entries, blocks, strict=True) if block in of]
+            wrong = drawn_error(scored, of, places, start, chosen, tolerance) if of else ""
+            assert not wrong, (position, head, wrong)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_lists_are_the_oracles_and_weights_are_attended(name: str) -> None:
     """In float32, where nothing is rounded to 16 bits."""
@@ -71,13 +111,21 @@ def test_lists_are_the_oracles_and_weights_are_attended(name: str) -> None:
     asked = iter(lists)
     weighted = 0
 
-    def checked(*arguments: object) -> list[list[int]] | None:
+    def checked(
+        q: torch.Tensor, k: torch.Tensor, positions: list[int], rule: SelectionPolicy, scale: float
+    ) -> list[list[int]] | None:
         nonlocal weighted
-        want = select_blocks_reference(*arguments)  # type: ignore[arg-type]
         got = next(asked)
-        assert got == ([[-1] * policy.scored_blocks] * len(got) if want is None else want)
-        weighted += sum(entry >> draw.CELL_BITS.value > 0 for row in want or () for entry in row)
-        return want
+        if rule.sees_all(positions[0]):
+            assert got == [[-1] * rule.scored_blocks] * len(got)
+            return None
+        drawing = (q, k, positions)
+        means = tile_scores_reference(*drawing, rule, scale)
+        listed = candidates_reference(*drawing, rule, scale)
+        masses = head_masses_reference(*drawing, listed, rule, scale)
+        check_sample(got, listed, masses, means, rule, positions[0], 1e-4)
+        weighted += sum(entry >> draw.CELL_BITS.value > 0 for row in got for entry in row)
+        return got
 
     expected = oracle_check.expected(problem, rule, chosen=checked)
     assert not list(asked)
@@ -145,26 +193,10 @@ def check_ranked(case: test_rank.Case, dtype: torch.dtype, tolerance: float) -> 
             rule,
             scale,
         )
-        exact = masses.square().sum((0, 2)).sqrt()
-        start = start_reference(base // rule.query_tile)
-        for head, mine in enumerate(drawn[index]):
-            others = sorted({*range(*rule.candidate_range(base))} - {*mine})
-            entries = [entry for entry in out[index, head].tolist() if entry >= 0]
-            blocks = [entry % (1 << draw.CELL_BITS.value) for entry in entries]
-            assert out[index, head, len(entries) :].eq(-1).all()
-            assert blocks == sorted(set(blocks))
-            count = min(rule.other_blocks, len(others))
-            for scored, of, places in (
-                (exact[head, mine], mine, rule.scored_blocks - count),
-                (means[index, head].double()[others], others, count),
-            ):
-                chosen = [
-                    entry for entry, block in zip(entries, blocks, strict=True) if block in of
-                ]
-                if of:
-                    wrong = drawn_error(scored, of, places, start, chosen, tolerance)
-                    assert not wrong, (index, head, wrong)
-            checked += bool(others)
+        got = out[index].tolist()
+        check_sample(got, drawn[index], masses, means[index], rule, base, tolerance)
+        competing = range(*rule.candidate_range(base))
+        checked += len(competing) > rule.listed_blocks
     assert checked
 
 
@@ -224,7 +256,8 @@ def test_learned_sinks_and_scratch_in_several_batches(monkeypatch: pytest.Monkey
     oracle_check.fill(problem)
     sinks = torch.tensor([-1.0, 0.5, 2.0, 6.0], device=DEVICE)
     whole = oracle_check.attend(problem, SMALL, sinks)
-    want = oracle_check.expected(problem, SMALL, sinks)
+    chosen = oracle_check.Drawn(problem, SMALL)
+    want = oracle_check.expected(problem, SMALL, sinks, chosen)
     assert (whole.double().cpu() - want).abs().max() <= oracle_check.TOLERANCE[torch.float32]
     monkeypatch.setattr(two_step_launch, "SCRATCH_ELEMENTS", 64)
     assert torch.allclose(whole, oracle_check.attend(problem, SMALL, sinks), atol=1e-6, rtol=0)
