@@ -152,9 +152,11 @@ def table_of(
             given["refused"] = found[name]["refused"]
         elif "answers" in one and "answers" in control:
             given |= judge(one, found[name], tie)
-            rounding = judge(one, control, tie)["parted_beyond_ties"]
-            given["control_parted_beyond_ties"] = rounding
-            given["equal"] = given["parted_beyond_ties"] <= NOISE * rounding
+            rounding = judge(one, control, tie)
+            allowed = NOISE * rounding["parted_beyond_ties"]
+            shown = ("parted_beyond_ties", "widest_gap", "largest_logprob_difference")
+            given["control"] = {name: rounding[name] for name in shown}
+            given["equal"] = given["parted_beyond_ties"] <= allowed
         table[name] = given
     return table
 
@@ -168,10 +170,10 @@ def main() -> int:
     every = rows_of(max(len(gpus), 1) if torch.cuda.is_available() else 4)
     parser.add_argument("--row", choices=every, action="append", help="all when left out")
     parser.add_argument("--dtype", choices=TIES, default="float32")
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--longest", type=int, default=20_000)
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--engines", type=int, help="at a time; 4 a GPU when left out")
+    parser.add_argument("--output-tokens", type=int, default=24)
+    parser.add_argument("--engines", type=int, help="at a time; 3 a GPU when left out")
     parser.add_argument("--silence", type=float, default=150.0, help="seconds; then one has hung")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--commit", default="", help="to record where there is no git")
@@ -210,7 +212,7 @@ def main() -> int:
             for which, model in zip(("one", "control"), pair, strict=True)
         }
         engines |= {name: (engine, models[engine.kind][0]) for name, engine in rows.items()}
-        place, together = 0, arguments.engines or 4 * max(len(gpus), 1)
+        place, together = 0, arguments.engines or 3 * max(len(gpus), 1)
         with ThreadPoolExecutor(together) as pool:
             runs = {}
             for name, (engine, model) in engines.items():
