@@ -46,11 +46,16 @@ def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
     Args:
         seed: of the weights.
-        changes: fields of the config besides :data:`SHAPE`.
+        changes: fields of the config besides :data:`SHAPE`; ``num_local_experts`` makes it a
+            Mixtral, each of whose experts has a quarter of the neurons.
     """
     from safetensors.torch import save_file
 
     shape = {**SHAPE, **changes}
+    experts = shape.get("num_local_experts", 0)
+    if experts:
+        shape |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        shape |= {"num_experts_per_tok": 2, "intermediate_size": shape["intermediate_size"] // 4}
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
@@ -75,14 +80,28 @@ def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
             f"{prefix}self_attn.k_proj.weight": matrix(kv_heads, hidden),
             f"{prefix}self_attn.v_proj.weight": matrix(kv_heads, hidden),
             f"{prefix}self_attn.o_proj.weight": matrix(hidden, heads),
-            f"{prefix}mlp.gate_proj.weight": matrix(inner, hidden),
-            f"{prefix}mlp.up_proj.weight": matrix(inner, hidden),
-            f"{prefix}mlp.down_proj.weight": matrix(hidden, inner),
         }
+        if experts:
+            weights[f"{prefix}block_sparse_moe.gate.weight"] = matrix(experts, hidden, QUERY_GAIN)
+        for mlp, (gate, up, down) in mlps_of(shape, layer):
+            weights |= {
+                f"{mlp}.{gate}.weight": matrix(inner, hidden),
+                f"{mlp}.{up}.weight": matrix(inner, hidden),
+                f"{mlp}.{down}.weight": matrix(hidden, inner),
+            }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
     return folder
+
+
+def mlps_of(shape: Mapping[str, Any], layer: int) -> list[tuple[str, tuple[str, str, str]]]:
+    """Names of the layer's MLPs, or experts, and of their gate, up and down projections."""
+    prefix = f"model.layers.{layer}"
+    if "num_local_experts" not in shape:
+        return [(f"{prefix}.mlp", ("gate_proj", "up_proj", "down_proj"))]
+    names = [f"{prefix}.block_sparse_moe.experts.{i}" for i in range(shape["num_local_experts"])]
+    return [(name, ("w1", "w3", "w2")) for name in names]
 
 
 def reorder_neurons(source: Path, folder: Path, seed: int = 1) -> Path:
@@ -96,12 +115,12 @@ def reorder_neurons(source: Path, folder: Path, seed: int = 1) -> Path:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     generator = torch.Generator().manual_seed(seed)
     for layer in range(config["num_hidden_layers"]):
-        order = torch.randperm(config["intermediate_size"], generator=generator)
-        prefix = f"model.layers.{layer}.mlp"
-        for name in ("gate_proj", "up_proj"):
-            weights[f"{prefix}.{name}.weight"] = weights[f"{prefix}.{name}.weight"][order]
-        down = f"{prefix}.down_proj.weight"
-        weights[down] = weights[down][:, order].contiguous()
+        for mlp, (gate, up, down) in mlps_of(config, layer):
+            order = torch.randperm(config["intermediate_size"], generator=generator)
+            for name in (gate, up):
+                weights[f"{mlp}.{name}.weight"] = weights[f"{mlp}.{name}.weight"][order]
+            last = f"{mlp}.{down}.weight"
+            weights[last] = weights[last][:, order].contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

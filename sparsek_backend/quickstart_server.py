@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
@@ -16,9 +15,10 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from sparsek_backend.engine_log import ENGINE_ERROR
+
 HOST = "127.0.0.1"
 LOG_TAIL_LINES = 30
-_ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) .*\b\w*(?:Error|Exception): ")
 
 
 class ServerError(RuntimeError):
@@ -123,7 +123,7 @@ class Server:
         Where the engine failed, they are a traceback of the API server that names no cause.
         """
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        causes = [line for line in lines[:-LOG_TAIL_LINES] if _ENGINE_ERROR.search(line)]
+        causes = [line for line in lines[:-LOG_TAIL_LINES] if ENGINE_ERROR.search(line)]
         return "\n".join([*causes[-1:], *lines[-LOG_TAIL_LINES:]])
 
     def stop(self, grace_seconds: float = 20.0) -> None:

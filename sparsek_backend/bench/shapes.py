@@ -46,6 +46,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "llama-3.1-8b-quarter": {**_LLAMA_8B, "num_hidden_layers": 8},
+    "llama-3.1-70b-tenth": {
+        **_LLAMA_8B,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 8,
+    },
     "tiny": {
         **_LLAMA,
         "hidden_size": 128,

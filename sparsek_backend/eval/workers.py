@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sparsek_backend.engine_log import ENGINE_ERROR
+
 PROGRESS = "PROGRESS "
 SILENCE_LIMIT = 1800.0
 """Seconds that an engine's worker may stay silent before it counts as hung."""
@@ -29,7 +31,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class WorkerError(RuntimeError):
-    """A worker failed; the message has its label and the end of its log."""
+    """A worker failed; the message has its label, its engine's error and the end of its log."""
 
 
 def run_worker(
@@ -59,6 +61,7 @@ def run_worker(
         **(environment or {}),
     }
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    cause: list[str] = []
     with tempfile.TemporaryDirectory(prefix="sparsek-worker-") as folder:
         job_path, result_path, log = (Path(folder, name) for name in ("job", "result", "log"))
         job_path.write_text(json.dumps(job), encoding="utf-8")
@@ -83,6 +86,8 @@ def run_worker(
                             on_progress(line.removeprefix(PROGRESS).strip())
                         elif line.strip():
                             tail.append(line.rstrip())
+                            if not cause and ENGINE_ERROR.search(line):
+                                cause = [line.rstrip()]
             finally:
                 process.kill()
                 process.wait()
@@ -93,7 +98,7 @@ def run_worker(
             return result
         else:
             reason = f"the worker ended with status {process.returncode}"
-    raise WorkerError(f"{label}: {reason}\n  " + "\n  ".join(tail))
+    raise WorkerError(f"{label}: {reason}\n  " + "\n  ".join([*cause, *tail]))
 
 
 def report_progress(message: str) -> None:

@@ -49,17 +49,23 @@ DEMO = DemoConfig(steps=8, max_length=64, save_every=2)
 
 
 def attend(
-    mesh: DeviceMesh, layout: SequenceLayout, settings: dict[str, Any], whole: Arrays
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    settings: dict[str, Any],
+    whole: Arrays,
+    dtype: torch.dtype = torch.float32,
 ) -> Arrays:
     """Output, log-sum-exp and gradients of this rank."""
+    inputs = {name: torch.from_numpy(x).to(mesh.device_type) for name, x in whole.items()}
+    inputs |= {name: inputs[name].to(dtype) for name in ("q", "k", "v", "dout")}
     local = {
-        name: shard(torch.from_numpy(x), mesh, layout, 2 if name == "dlse" else 1)
-        for name, x in whole.items()
+        name: shard(x, mesh, layout, 2 if name == "dlse" else 1)
+        for name, x in inputs.items()
         if name != "sinks"
     }
     leaves = {name: local[name].requires_grad_() for name in "qkv"}
     if "sinks" in whole:
-        leaves["sinks"] = torch.from_numpy(whole["sinks"]).requires_grad_()
+        leaves["sinks"] = inputs["sinks"].requires_grad_()
     out, lse = context_parallel_sink_flash_attention(
         *(leaves[name] for name in "qkv"),
         mesh=mesh,
@@ -70,7 +76,7 @@ def attend(
     )
     torch.autograd.backward((out, lse), (local["dout"], local["dlse"]))
     found = {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items()}}
-    return {name: x.detach().numpy() for name, x in found.items()}
+    return {name: x.detach().float().cpu().numpy() for name, x in found.items()}
 
 
 def attend_blocks(
@@ -149,7 +155,12 @@ def call_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
         "num_sink": 2,
         **changed.get(mesh.get_local_rank(), changed.get(-1, {})),
     }
+    arguments |= {
+        name: x.to(mesh.device_type) for name, x in arguments.items() if isinstance(x, torch.Tensor)
+    }
     context_parallel_sink_flash_attention(**arguments, mesh=mesh)
+    if mesh.device_type == "cuda":
+        torch.cuda.synchronize()
 
 
 def hang(_: DeviceMesh, flag: str) -> None:

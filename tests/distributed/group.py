@@ -28,20 +28,27 @@ TIMEOUT = SECONDS / 2
 """Seconds that no rank lets another wait on any machine."""
 
 
-def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Connection) -> None:
+def _serve(
+    rank: int, world: int, folder: str, timeout: float, device: str, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     with open(f"{folder}/stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
-        _work(rank, world, folder, timeout, pipe)
+        _work(rank, world, folder, timeout, device, pipe)
 
 
-def _work(rank: int, world: int, folder: str, timeout: float, pipe: Connection) -> None:
+def _work(
+    rank: int, world: int, folder: str, timeout: float, device: str, pipe: Connection
+) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), world)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
     )
     sizes = [size for size in (1, 2, 4) if size <= world]
-    meshes = {size: DeviceMesh("cpu", list(range(size))) for size in sizes}
+    meshes = {size: DeviceMesh(device, list(range(size))) for size in sizes}
     for size in sizes:
         if rank < size:
             _set_pg_timeout(timedelta(seconds=timeout), meshes[size].get_group())
@@ -58,28 +65,32 @@ def _work(rank: int, world: int, folder: str, timeout: float, pipe: Connection) 
 
 
 class Ranks:
-    """``world`` processes with gloo; meshes of 1, 2 and 4 of them, the first ones.
+    """``world`` processes; meshes of 1, 2 and 4 of them, the first ones.
 
     Args:
         world: processes.
         timeout: seconds after which a rank that does not answer is an error, once all have met.
+        device: ``cpu`` with gloo, or ``cuda``, a GPU each, with NCCL.
     """
 
-    def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
-        self.world, self.timeout = world, timeout
+    def __init__(self, world: int, timeout: float = TIMEOUT, device: str = "cpu") -> None:
+        self.world, self.timeout, self.device = world, timeout, device
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # One process imports, the ranks are forks of it.
-        context.set_forkserver_preload(["tests.distributed.cases"])
+        # One process imports, the ranks are forks of it; GPUs want processes of their own.
+        context: Any = multiprocessing.get_context(
+            "spawn" if self.device == "cuda" else "forkserver"
+        )
+        if self.device == "cpu":
+            context.set_forkserver_preload(["tests.distributed.cases"])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         self.broken = False
         for rank in range(self.world):
             here, there = context.Pipe()
-            args = (rank, self.world, self._folder.name, self.timeout, there)
+            args = (rank, self.world, self._folder.name, self.timeout, self.device, there)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()

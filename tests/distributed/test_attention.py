@@ -18,12 +18,14 @@ from tests.distributed.group import Ranks
 from tests.kernels.sink_window.reference import sink_flash_attention_reference
 
 
-def draw(layout: SequenceLayout, batch: int = 1, sinks: bool = True) -> dict[str, torch.Tensor]:
-    """Inputs and upstream gradients: 4 query heads, 2 KV heads."""
+def draw(
+    layout: SequenceLayout, batch: int = 1, sinks: bool = True, dim: int = 8
+) -> dict[str, torch.Tensor]:
+    """Inputs and upstream gradients, which 16 bits hold: 4 query heads, 2 KV heads."""
     torch.manual_seed(layout.num_tokens)
     tokens = layout.num_tokens
-    found = {name: torch.randn(batch, tokens, 4, 8) for name in ("q", "dout")}
-    found |= {name: torch.randn(batch, tokens, 2, 8) for name in ("k", "v")}
+    found = {name: torch.randn(batch, tokens, 4, dim).bfloat16().float() for name in ("q", "dout")}
+    found |= {name: torch.randn(batch, tokens, 2, dim).bfloat16().float() for name in ("k", "v")}
     found["dlse"] = torch.randn(batch, 4, tokens)
     if sinks:
         found["sinks"] = torch.randn(4)
@@ -47,13 +49,18 @@ def together(layout: SequenceLayout, shards: list[Arrays]) -> dict[str, torch.Te
 def check(
     ranks: Ranks, layout: SequenceLayout, batch: int = 1, sinks: bool = True, **mask: Any
 ) -> None:
-    """Outputs and all gradients, within twice the error of one rank."""
-    whole = draw(layout, batch, sinks)
+    """Outputs and all gradients, within twice the error of one rank; in bf16 on GPUs."""
+    device, on_gpu = ranks.device, ranks.device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    whole = draw(layout, batch, sinks, 64 if on_gpu else 8)
     arrays = {name: x.numpy() for name, x in whole.items()}
-    found = together(layout, ranks.run(layout.world_size, cases.attend, layout, mask, arrays))
+    shards = ranks.run(layout.world_size, cases.attend, layout, mask, arrays, dtype)
+    found = together(layout, shards)
+    whole = {name: x.to(device) for name, x in whole.items()}
+    whole |= {name: whole[name].to(dtype) for name in ("q", "k", "v", "dout")}
     cu = None
     if layout.cu_seqlens is not None:
-        cu = torch.tensor(layout.cu_seqlens, dtype=torch.int32)
+        cu = torch.tensor(layout.cu_seqlens, dtype=torch.int32, device=device)
     offsets = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
     names = ["q", "k", "v"] + ["sinks"] * sinks
     upstream = {"dout": whole["dout"], "dlse": whole["dlse"]}
@@ -64,7 +71,7 @@ def check(
     torch.autograd.backward((out, lse), (whole["dout"], whole["dlse"]))
     one_rank = (out.detach(), lse.detach(), *(x.grad for x in leaves.values()))
     for name, exact, single in zip(found, oracle, one_rank, strict=True):
-        error = (found[name] - exact).abs().max()
+        error = (found[name].to(device) - exact).abs().max()
         bound = 2 * (single - exact).abs().max() + 2e-6 * max(1.0, float(exact.abs().max()))
         assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
 
@@ -171,6 +178,11 @@ BAD = {  # what one rank passes, or all (-1): the error, the argument that it na
 def test_bad_argument_is_an_error_on_every_rank(
     ranks: Ranks, changed: Any, error: type[Exception], message: str
 ) -> None:
+    check_refused(ranks, changed, error, message)
+
+
+def check_refused(ranks: Ranks, changed: Any, error: type[Exception], message: str) -> None:
+    """Both ranks raise the error, and go on with a good call."""
     for done, what in ranks.outcomes(2, cases.call_with, changed):
         assert not done
         assert what[0] == error.__name__

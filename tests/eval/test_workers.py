@@ -19,6 +19,11 @@ from sparsek_backend.eval.workers import report_progress, serve_job
 def work(job):
     print("a log line", flush=True)
     report_progress("halfway")
+    if job["do"] == "engine":
+        print("(EngineCore pid=7) ERROR 11-28 [core.py:9] ValueError: no such thing", flush=True)
+        print("(EngineCore pid=7) ERROR 11-28 [core.py:9] Exception: see above", flush=True)
+        print(*range(40), sep=chr(10), flush=True)
+        os.kill(os.getpid(), 9)
     if job["do"] == "raise":
         raise RuntimeError("out of memory")
     if job["do"] == "die":
@@ -55,7 +60,11 @@ def test_a_worker_reports_and_answers(module: str) -> None:
 
 @pytest.mark.parametrize(
     ("do", "message"),
-    [("raise", r"budget 'x'.*status 1(.|\n)*out of memory"), ("die", r"budget 'x'.*status -9")],
+    [
+        ("raise", r"budget 'x'.*status 1(.|\n)*out of memory"),
+        ("die", r"budget 'x'.*status -9"),
+        ("engine", r"budget 'x'.*status -9\n.*ValueError: no such thing\n  25\n"),
+    ],
 )
 def test_a_crash_names_its_job_and_shows_its_log(module: str, do: str, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
