@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 
 from sparsek_backend.bench.results import Row, read_csv
 from tests import processes
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from tests.distributed.scripts import FOLDER, names_of
 
 
 def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -34,11 +32,7 @@ def params(row: Row) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
     """Names of the benchmark."""
-    sys.path.insert(0, str(FOLDER))  # as the interpreter does for a script
-    try:
-        return runpy.run_path(str(FOLDER / "distributed.py"))
-    finally:
-        sys.path.remove(str(FOLDER))
+    return names_of("distributed.py")
 
 
 def test_block_patterns_are_checked_timed_and_profiled(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from tests.distributed.scripts import names_of
 
 
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
     """Names of the benchmark."""
-    sys.path.insert(0, str(FOLDER))  # as the interpreter does for a script
-    try:
-        return runpy.run_path(str(FOLDER / "parallel_serving.py"))
-    finally:
-        sys.path.remove(str(FOLDER))
+    return names_of("parallel_serving.py")
 
 
 def test_rows_are_those_that_fit(script: dict[str, Any]) -> None:

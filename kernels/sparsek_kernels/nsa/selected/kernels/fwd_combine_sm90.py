@@ -229,9 +229,9 @@ def nsa_selected_hopper_combine_kernel(
 ):  # fmt: skip
     """Programs share the ``num_items`` tiles of ``SEL_BLOCK`` rows, ``num_tiles`` for a KV head.
 
-    With ``SHARED`` tiles have blocks that many of their tokens chose, and that no part is made of
-    (``share.py``); those of this launch are the tiles from ``first_tile`` on.  With ``BOXES`` keys
-    and values, of one sequence, come in bulk copies (TMA); the descriptors are of ``[B, N, H, D]``.
+    With ``SHARED`` a tile has blocks that many of its tokens chose, and that have no parts
+    (``share.py``).  This launch computes the tiles from ``first_tile`` on.  With ``BOXES`` keys and
+    values of a single sequence come in bulk copies (TMA), by descriptors of ``[B, N, H, D]``.
 
     Strides count groups of eight elements.  Results as of
     ``nsa_selected_combine_kernel``.
