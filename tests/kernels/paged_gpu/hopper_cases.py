@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from oracle_check import TOLERANCE, attend, expected, fill
+from oracle_check import TOLERANCE, Drawn, attend, expected, fill
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged import write_kv
@@ -29,6 +29,8 @@ TOP_K = SelectionPolicy(num_sink=64, window_size=65, top_k=2)
 STEP = [(1, 330), (130, 391), (63, 63), (0, 200), (40, 300), (2, 129)]
 DECODED = [(1, 200), *STEP[1:]]  # a decode that sees everything: Triton's kernels select
 SHORT = [(1, 1), (3, 3), (64, 64), (65, 65), (1, 321), (66, 385)]
+FEW = [(64, 64), (64, 128), (64, 192), (1, 1), (64, 320), (0, 50), (130, 130), (64, 640), (5, 69)]
+"""Lists of one to five blocks, odd and even ones in turn, whole tiles and parts of them."""
 KERNELS = {"attend_hopper_kernel", "tile_scores_sm90_kernel"}
 MASSES = {True: "listed_masses_sm90_kernel", False: "listed_masses_kernel"}
 """By whether a tile has 128 rows or a multiple of them."""
@@ -73,11 +75,32 @@ CASES = [
         options={"group": 2},
     ),
     Case(
+        "g4-drawn",  # of the last list a place stays empty
+        [(1, 200), (70, 1400), (65, 840)],
+        replace(TOP_K, top_k=4, drawn=True),
+        options={"heads": 1},
+    ),
+    Case(
+        "g3-drawn-no-sinks",
+        [(130, 1250), (3, 900)],
+        replace(TOP_K, num_sink=0, window_size=1, top_k=3, query_tile=128, drawn=True),
+        sinks=True,
+        dtype=torch.float16,
+        options={"heads": 1, "group": 3, "dim": 128},
+    ),
+    Case(
         "g7-tiles-of-two",
         [(150, 470), (1, 600)],
         replace(TOP_K, query_tile=128, num_sink=0, top_k=1),
         sinks=True,
         options={"heads": 1, "group": 7},
+    ),
+    Case("g2-lists-of-few", FEW, options={"heads": 1, "group": 2}),
+    Case(
+        "g5-empty-chunks",  # items without rows before and behind the others of each tile
+        [(70, 700), (1, 130), (140, 460)],
+        replace(TOP_K, query_tile=256),
+        options={"heads": 1, "group": 5, "dim": 128},
     ),
 ]
 
@@ -115,7 +138,8 @@ def run(case: Case, launched: list[str]) -> int:
     group = problem.q.shape[1] // problem.k_cache.shape[1]
     wide = case.policy.ranking_samples * group >= 96  # groups of 3 take the rows of 4
     say(taken == {*KERNELS, MASSES[wide]}, "kernels", ", ".join(sorted(taken)))
-    want = expected(problem, case.policy, sinks)
+    chosen = Drawn(problem, case.policy) if case.policy.drawn else None
+    want = expected(problem, case.policy, sinks, chosen)
     error = (got - want)[:-PADDING].abs().max().item()
     say(error <= TOLERANCE[case.dtype], "output", f"{error:.1e}")
     say(bool(got[-PADDING:].isnan().all()), "padding", "left alone")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from hardware import simulated
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import make_problem
 
 from sparsek_kernels.paged.attend.config import decode_config, prefill_config, row_config
+from sparsek_kernels.paged.attend.launch_sm90 import attend_fits
 from sparsek_kernels.paged.config import (
     TileConfig,
     choose_splits,
@@ -19,6 +23,7 @@ from sparsek_kernels.paged.config import (
 )
 from sparsek_kernels.paged.index.page_records.config import cut_segments, weigh_shares
 from sparsek_kernels.paged.index.two_step.config import listed_shares, score_bytes, score_config
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])
 SHAPES = {
@@ -173,3 +178,13 @@ def test_small_helpers() -> None:
     for blocks in (16, 1024, 4096, 8192, 65536):
         warps, registers = top_warps(blocks)
         assert warps * 32 * registers <= 1 << 16  # a multiprocessor's registers
+
+
+def test_hoppers_prefill_kernel_writes_what_bulk_copies_can_address() -> None:
+    problem = make_problem([(64, 64)], dim=64, dtype=torch.bfloat16)
+    tokens, heads, dim = problem.q.shape
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=1)
+    with simulated(90, 132):
+        for spare, fits in ((0, True), (8, True), (4, False)):
+            out = torch.empty(tokens, heads, dim + spare, dtype=torch.bfloat16)[..., :dim]
+            assert attend_fits(problem.operands(out), policy) == fits

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparsek_kernels.common.kernels.gluon_names import thread_barrier, tma_load
+from sparsek_kernels.common.kernels.plans_sm90 import plan_field, put_plan
 
 ROWS: gl.constexpr = gl.constexpr(64)
 KEYS: gl.constexpr = gl.constexpr(128)
@@ -50,7 +51,6 @@ def plan_partition(
     """
     HEADS: gl.constexpr = 2 * ROWS // BLOCK
     MEMBERS: gl.constexpr = (GROUP + HEADS - 1) // HEADS
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     turn = 0
     more = True
     while more:
@@ -79,19 +79,8 @@ def plan_partition(
                 bounds = (gl.maximum(first + 1, 0) // BLOCK, gl.cdiv(gl.maximum(last, 0), BLOCK))
                 full, count = _blocks_below(col_ptr, begin, end, bounds)
         plan = (more.to(gl.int32), batch, kv_head, member, row, begin, count, full)
-        slot = turn % PLANS
-        mbarrier.wait(plan_empty.index(slot), ((turn // PLANS) & 1) ^ 1)
-        for i in gl.static_range(FIELDS):
-            plans.index(slot * FIELDS + i).store(gl.full([1], plan[i], gl.int32, ONE))
-        thread_barrier()
-        mbarrier.arrive(plan_full.index(slot), count=1)
+        put_plan(plans, plan_full, plan_empty, turn, plan, PLANS, FIELDS)
         turn += 1
-
-
-@gluon.jit
-def _field(plans, slot, field: gl.constexpr, WARPS: gl.constexpr):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(plans.index(slot * FIELDS + field).load(ONE), 0)
 
 
 @gluon.jit
@@ -99,14 +88,14 @@ def take_plan(plans, plan_full, plan_empty, turn, WARPS: gl.constexpr):
     """The plan of this program's ``turn``-th item."""
     slot = turn % PLANS
     mbarrier.wait(plan_full.index(slot), (turn // PLANS) & 1)
-    valid = _field(plans, slot, 0, WARPS)
-    batch = _field(plans, slot, 1, WARPS)
-    kv_head = _field(plans, slot, 2, WARPS)
-    member = _field(plans, slot, 3, WARPS)
-    row = _field(plans, slot, 4, WARPS)
-    begin = _field(plans, slot, 5, WARPS)
-    count = _field(plans, slot, 6, WARPS)
-    full = _field(plans, slot, 7, WARPS)
+    valid = plan_field(plans, slot * FIELDS + 0, WARPS)
+    batch = plan_field(plans, slot * FIELDS + 1, WARPS)
+    kv_head = plan_field(plans, slot * FIELDS + 2, WARPS)
+    member = plan_field(plans, slot * FIELDS + 3, WARPS)
+    row = plan_field(plans, slot * FIELDS + 4, WARPS)
+    begin = plan_field(plans, slot * FIELDS + 5, WARPS)
+    count = plan_field(plans, slot * FIELDS + 6, WARPS)
+    full = plan_field(plans, slot * FIELDS + 7, WARPS)
     thread_barrier()
     mbarrier.arrive(plan_empty.index(slot), count=1)
     return valid > 0, batch, kv_head, member, row, begin, count, full

@@ -34,6 +34,7 @@ from sparsek_kernels.block_sparse.kernels.fwd_load_sm90 import (
 )
 from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
 from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_store
+from sparsek_kernels.common.kernels.plans_sm90 import plan_ring
 from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
 
@@ -249,9 +250,7 @@ def block_sparse_hopper_fwd_kernel(
     k_wide = reinterpret(k_smem, dtype, [STAGES, KEYS, HEAD_DIM], K_WIDE)
     v_wide = reinterpret(v_smem, dtype, [STAGES, KEYS, HEAD_DIM], K_WIDE)
     out_wide = reinterpret(out_smem, dtype, [2, ROWS, HEAD_DIM], Q_WIDE)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    plans = gl.allocate_shared_memory(gl.int32, [PLANS * FIELDS, 1], FLAT)
-    plan_full, plan_empty = ring_barriers(PLANS, 1, 3)
+    plans, plan_full, plan_empty = plan_ring(PLANS, FIELDS, 3)
     q_full, q_empty = ring_barriers(2, 1, 2)
     k_full, k_empty = ring_barriers(STAGES, 1, 2)
     v_full, v_empty = ring_barriers(STAGES, 1, 2)

@@ -19,22 +19,23 @@ from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
     """Whether the Hopper kernel can attend a step's prefills, if there are enough of them."""
-    q, k_cache, v_cache = operands.q, operands.k_cache, operands.v_cache
+    q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out
     return (
         tensor_cores_take(q, k_cache, k_cache.shape[2])
         and q.shape[1] >= 2 * k_cache.shape[1]
         and policy.selects_blocks
         and policy.sel_block_size == BOX
         and policy.query_tile % BOX == 0
-        and copyable(v_cache)
+        and copyable(v_cache, out)
         and is_matrix(k_cache)
         and is_matrix(v_cache)
     )
 
 
-def _describe_queries(q: torch.Tensor) -> TensorDescriptor:
-    columns = (q.shape[1] - 1) * q.stride(1) + q.shape[2]
-    return describe_matrix(q, (q.shape[0], columns), q.stride(0), (BOX, BOX))
+def _describe_rows(x: torch.Tensor) -> TensorDescriptor:
+    """Boxes of the queries, or of the output."""
+    columns = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
+    return describe_matrix(x, (x.shape[0], columns), x.stride(0), (BOX, BOX))
 
 
 def attend_hopper(
@@ -55,13 +56,15 @@ def attend_hopper(
     v_desc, *v_distances = describe_cache(v_cache)
     run(
         attend_hopper_kernel, (min(items, num_sms),),
-        out, _describe_queries(q), k_desc, v_desc, q if sinks is None else sinks, selected, tiles,
-        batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+        out, _describe_rows(out), _describe_rows(q), k_desc, v_desc,
+        q if sinks is None else sinks, selected, tiles, batch.block_table, batch.seq_lens,
+        batch.cu_seqlens_q,
         operands.softmax_scale * operands.k_scale * LOG2E.value, operands.v_scale,
         policy.dense_below, tiles.shape[0], items,
         *out.stride()[:2], *selected.stride()[:2], batch.block_table.stride(0), q.stride(1),
         *k_distances, *v_distances,
         GROUP=group, HEAD_DIM=dim, TILE=policy.query_tile, SINK_BLOCKS=policy.sink_blocks,
         REACH_BLOCKS=policy.reach_blocks, SCORED_BLOCKS=policy.scored_blocks, PAGE_SIZE=page_size,
-        HAS_SINKS=sinks is not None, STAGES=3, num_warps=4,
+        HAS_SINKS=sinks is not None, DRAWN=policy.drawn, K_STAGES=256 // dim,
+        V_STAGES=256 // dim + 1, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,8 @@
-"""Work items of the Hopper prefill kernel, and the warp that loads their blocks (Gluon)."""
+"""Planning and loading of the Hopper prefill kernel: a warp for each (Gluon).
+
+The planning warp places items and looks up their first pages, while the others still work on the
+items before.  The loading warp streams queries and listed blocks through shared memory with TMA.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparsek_kernels.common.kernels.gluon_names import tma_load
+from sparsek_kernels.common.kernels.gluon_names import thread_barrier, tma_load
+from sparsek_kernels.common.kernels.plans_sm90 import plan_field, put_plan
 from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.tiles import (
     TOP_K,
@@ -14,9 +19,16 @@ from sparsek_kernels.paged.kernels.tiles import (
     tile_sees_all,
     tile_span,
 )
+from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
+from sparsek_kernels.paged.sample import STEPS as _STEPS
 
 ROWS: gl.constexpr = gl.constexpr(64)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
+PLANS: gl.constexpr = gl.constexpr(4)
+FIELDS: gl.constexpr = gl.constexpr(17)
+CELL_BITS: gl.constexpr = gl.constexpr(_CELL_BITS)
+CELL_MASK: gl.constexpr = gl.constexpr((1 << _CELL_BITS) - 1)
+STEPS: gl.constexpr = gl.constexpr(_STEPS)
 
 
 @gluon.jit
@@ -63,15 +75,64 @@ def block_page(
     entry,
     selected_ptr, table_ptr,
     front, selected, first_local, count,
-    PAGE_SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
 ):  # fmt: skip
-    """Page of list entry ``entry``, and the row of the page where it starts; past the list, -1."""
+    """Page of list entry ``entry``, and the row of the page where it starts; past the list, -1.
+
+    Where blocks are drawn, the row has the entry's weight above it, as the entry has.
+    """
     chosen = (entry >= front) & (entry < front + selected)
-    block = gl.load(selected_ptr + entry - front, mask=chosen, other=0)
+    found = gl.load(selected_ptr + entry - front, mask=chosen, other=0)
+    block = gl.maximum(found, 0)
+    if DRAWN:
+        block = block & CELL_MASK
     plain = gl.where(entry < front, entry, first_local + entry - front - selected)
-    start = gl.where(chosen, gl.maximum(block, 0), plain) * ROWS
+    start = gl.where(chosen, block, plain) * ROWS
     page = gl.load(table_ptr + start // PAGE_SIZE, mask=entry < count, other=-1)
-    return page, start % PAGE_SIZE
+    row = start % PAGE_SIZE
+    if DRAWN:
+        row += found >> CELL_BITS << CELL_BITS
+    return page, row
+
+
+@gluon.jit
+def pair_pages(
+    pair,
+    selected_ptr, table_ptr,
+    front, selected, first_local, count,
+    PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
+):  # fmt: skip
+    """:func:`block_page` of both blocks of pair ``pair`` of a list."""
+    page_0, row_0 = block_page(
+        2 * pair, selected_ptr, table_ptr, front, selected, first_local, count, PAGE_SIZE, DRAWN
+    )
+    page_1, row_1 = block_page(
+        2 * pair + 1, selected_ptr, table_ptr, front, selected, first_local, count, PAGE_SIZE, DRAWN
+    )
+    return page_0, row_0, page_1, row_1
+
+
+@gluon.jit
+def _list_of(
+    tile, kv_head, request, selected_ptr, block_table_ptr, stride_it, stride_ih, stride_br
+):
+    """The selected blocks of a tile and KV head, and the pages of its request."""
+    chosen = selected_ptr + tile.to(gl.int64) * stride_it + kv_head.to(gl.int64) * stride_ih
+    return chosen, block_table_ptr + request.to(gl.int64) * stride_br
+
+
+@gluon.jit
+def put_logs(logs, row_0, row_1):
+    """Two blocks' rows alone; the base-2 logs of their weights go to ``logs``.
+
+    Where an entry is none the log is a number, as in ``read_entry``.  This is for one warp.
+    """
+    TWO: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    rows = gl.where(gl.arange(0, 2, layout=TWO) == 0, row_0, row_1)
+    steps = (rows >> CELL_BITS).to(gl.float32)
+    logs.store(gl.where(rows < 0, -1.0e30, steps * (1.0 / STEPS)))
+    thread_barrier()
+    return row_0 & CELL_MASK, row_1 & CELL_MASK
 
 
 @gluon.jit
@@ -90,27 +151,23 @@ def load_pair(
 
 
 @gluon.jit
-def load_partition(
-    q_desc, k_desc, v_desc,
-    q_smem, k_smem, v_smem, bars,
-    selected_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+def plan_partition(
+    plans, plan_full, plan_empty, selected_ptr, tiles_ptr, block_table_ptr, seq_lens_ptr,
+    cu_seqlens_ptr,
     dense_below, num_tiles, num_items,
     stride_it, stride_ih,
     stride_br,
-    q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
+    GROUP: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr,
+    SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
 ):  # fmt: skip
-    """Issue every TMA load of this program's items, as buffers become free.
+    """Say where each item of this program lies, in order, then that there are no more.
 
-    Boxes are 64 rows by 64 columns: two blocks, one below the other, make the 128 rows that the
-    products read.
+    Items without queries are left out.  A plan is ``(valid, row, start, low, high, kv_head, member,
+    count, tile, request, front, selected, first_local)`` and the pages of the list's last pair of
+    blocks.  ``row`` is where q begins, ``low`` and ``high`` count from there; for the rest see
+    :func:`place`.
     """
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _tail_done = bars
-    PARTS: gl.constexpr = HEAD_DIM // 64
-    fetched = 0
-    done = 0
+    turn = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         (
             tile, kv_head, member, request, start, low, high, token_of_zero, front, selected,
@@ -120,49 +177,159 @@ def load_partition(
             SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
         )  # fmt: skip
         if high >= low:
-            table = block_table_ptr + request.to(gl.int64) * stride_br
-            chosen = selected_ptr + tile.to(gl.int64) * stride_it
-            chosen += kv_head.to(gl.int64) * stride_ih
-            for i in gl.static_range(2):
+            chosen, table = _list_of(
+                tile, kv_head, request, selected_ptr, block_table_ptr, stride_it, stride_ih,
+                stride_br,
+            )  # fmt: skip
+            page_0, row_0, page_1, row_1 = pair_pages(
+                (count - 1) // 2, chosen, table, front, selected, first_local, count, PAGE_SIZE,
+                DRAWN,
+            )  # fmt: skip
+            plan = (
+                1, token_of_zero + start, start, low - start, high - start, kv_head, member, count,
+                tile, request, front, selected, first_local, page_0, row_0, page_1, row_1,
+            )  # fmt: skip
+            put_plan(plans, plan_full, plan_empty, turn, plan, PLANS, FIELDS)
+            turn += 1
+    # as an item with all of its queries and no block
+    end = (0, 0, 0, 0, ROWS - 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    put_plan(plans, plan_full, plan_empty, turn, end, PLANS, FIELDS)
+
+
+@gluon.jit
+def take_item(plans, plan_full, turn, GROUP: gl.constexpr, INDEX: gl.constexpr):
+    """``(valid, start, high, head, count)`` of item ``turn``, for warpgroup ``INDEX``."""
+    slot = turn % PLANS
+    mbarrier.wait(plan_full.index(slot), (turn // PLANS) & 1)
+    valid = plan_field(plans, slot * FIELDS, 4)
+    start = plan_field(plans, slot * FIELDS + 2, 4)
+    high = plan_field(plans, slot * FIELDS + 4, 4)
+    kv_head = plan_field(plans, slot * FIELDS + 5, 4)
+    member = plan_field(plans, slot * FIELDS + 6, 4)
+    count = plan_field(plans, slot * FIELDS + 7, 4)
+    head = kv_head * GROUP + gl.minimum(member + INDEX, GROUP - 1)
+    return valid > 0, start, high, head, count
+
+
+@gluon.jit
+def take_rows(plans, plan_empty, turn, GROUP: gl.constexpr, INDEX: gl.constexpr):
+    """``(row, head, low, high)`` of item ``turn``, whose plan is then given back.
+
+    Rows ``low .. high`` are to be stored; there are none where there is no such head, or item.
+    """
+    slot = (turn + PLANS) % PLANS
+    row = plan_field(plans, slot * FIELDS + 1, 4)
+    low = plan_field(plans, slot * FIELDS + 3, 4)
+    high = plan_field(plans, slot * FIELDS + 4, 4)
+    kv_head = plan_field(plans, slot * FIELDS + 5, 4)
+    member = plan_field(plans, slot * FIELDS + 6, 4) + INDEX
+    high = gl.where((turn >= 0) & (member < GROUP), high, -1)
+    thread_barrier()
+    mbarrier.arrive(plan_empty.index(slot), count=1, pred=turn >= 0)
+    return row, kv_head * GROUP + member, low, high
+
+
+@gluon.jit
+def _take_list(plans, plan_full, plan_empty, turn):
+    """What the loading warp needs of a plan."""
+    slot = turn % PLANS
+    mbarrier.wait(plan_full.index(slot), (turn // PLANS) & 1)
+    valid = plan_field(plans, slot * FIELDS, 1)
+    row = plan_field(plans, slot * FIELDS + 1, 1)
+    kv_head = plan_field(plans, slot * FIELDS + 5, 1)
+    member = plan_field(plans, slot * FIELDS + 6, 1)
+    count = plan_field(plans, slot * FIELDS + 7, 1)
+    tile = plan_field(plans, slot * FIELDS + 8, 1)
+    request = plan_field(plans, slot * FIELDS + 9, 1)
+    front = plan_field(plans, slot * FIELDS + 10, 1)
+    selected = plan_field(plans, slot * FIELDS + 11, 1)
+    first_local = plan_field(plans, slot * FIELDS + 12, 1)
+    page_0 = plan_field(plans, slot * FIELDS + 13, 1)
+    row_0 = plan_field(plans, slot * FIELDS + 14, 1)
+    page_1 = plan_field(plans, slot * FIELDS + 15, 1)
+    row_1 = plan_field(plans, slot * FIELDS + 16, 1)
+    thread_barrier()
+    mbarrier.arrive(plan_empty.index(slot), count=1)
+    return (
+        valid > 0, row, kv_head, member, count, tile, request, front, selected, first_local,
+        page_0, row_0, page_1, row_1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_partition(
+    q_desc, k_desc, v_desc,
+    q_smem, k_smem, k_logs, v_smem, plans, plan_full, plan_empty, bars,
+    selected_ptr, block_table_ptr,
+    stride_it, stride_ih,
+    stride_br,
+    q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Issue every TMA load of this program's items, as buffers become free.
+
+    Boxes are 64 rows by 64 columns: two blocks, one below the other, make the 128 rows that the
+    products read.  Pairs are taken from the end of a list, where the tile's own block lies.  Values
+    are one number ahead of their keys: see ``fwd_sm90.py``.  Where blocks are drawn, the logs of
+    their weights lie beside the keys.
+    """
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _tail_done = bars
+    PARTS: gl.constexpr = HEAD_DIM // 64
+    mbarrier.arrive(v_full.index(0), count=1)
+    fetched = 0
+    turn = 0
+    more = True
+    while more:
+        (
+            more, row, kv_head, member, count, tile, request, front, selected, first_local,
+            page_0, row_0, page_1, row_1,
+        ) = _take_list(plans, plan_full, plan_empty, turn)  # fmt: skip
+        for i in gl.static_range(2):
+            slot = turn % 2 * 2 + i
+            mbarrier.wait(q_empty.index(slot), ((turn // 2) & 1) ^ 1)
+            if more:
                 head = kv_head * GROUP + gl.minimum(member + i, GROUP - 1)
-                mbarrier.wait(q_empty.index(i), (done & 1) ^ 1)
-                mbarrier.expect(q_full.index(i), PARTS * BOX_BYTES)
+                mbarrier.expect(q_full.index(slot), PARTS * BOX_BYTES)
                 for part in gl.static_range(PARTS):
                     tma_load(
-                        q_desc, [token_of_zero + start, head * q_head_cols + part * 64],
-                        q_full.index(i), q_smem.index(i * PARTS + part),
+                        q_desc, [row, head * q_head_cols + part * 64], q_full.index(slot),
+                        q_smem.index(slot * PARTS + part),
                     )  # fmt: skip
-            k_row = kv_head * k_head_rows
-            v_row = kv_head * v_head_rows
-            k_col = kv_head * k_head_cols
-            v_col = kv_head * v_head_cols
-            page_0, row_0 = block_page(
-                0, chosen, table, front, selected, first_local, count, PAGE_SIZE
-            )
-            page_1, row_1 = block_page(
-                1, chosen, table, front, selected, first_local, count, PAGE_SIZE
-            )
-            for pair in range(0, (count + 1) // 2):
-                # looked up a pair ahead, so that no copy waits for a load
-                next_0, next_row_0 = block_page(
-                    2 * pair + 2, chosen, table, front, selected, first_local, count, PAGE_SIZE
-                )
-                next_1, next_row_1 = block_page(
-                    2 * pair + 3, chosen, table, front, selected, first_local, count, PAGE_SIZE
-                )
-                stage = fetched % STAGES
-                first_buffer = stage * PARTS * 2
-                free = ((fetched // STAGES) & 1) ^ 1
-                mbarrier.wait(k_empty.index(stage), free)
-                load_pair(
-                    k_desc, k_smem, k_full.index(stage), first_buffer, k_col, k_row, k_page_rows,
-                    page_0, row_0, page_1, row_1, PARTS,
-                )  # fmt: skip
-                mbarrier.wait(v_empty.index(stage), free)
-                load_pair(
-                    v_desc, v_smem, v_full.index(stage), first_buffer, v_col, v_row, v_page_rows,
-                    page_0, row_0, page_1, row_1, PARTS,
-                )  # fmt: skip
-                page_0, row_0, page_1, row_1 = next_0, next_row_0, next_1, next_row_1
-                fetched += 1
-            done += 1
+            else:
+                mbarrier.arrive(q_full.index(slot), count=1)
+        chosen, table = _list_of(
+            tile, kv_head, request, selected_ptr, block_table_ptr, stride_it, stride_ih, stride_br
+        )
+        k_row = kv_head * k_head_rows
+        v_row = kv_head * v_head_rows
+        k_col = kv_head * k_head_cols
+        v_col = kv_head * v_head_cols
+        pairs = (count + 1) // 2
+        for pair in range(0, pairs):
+            # looked up a pair ahead, so that no copy waits for a load
+            next_0, next_row_0, next_1, next_row_1 = pair_pages(
+                gl.maximum(pairs - 2 - pair, 0), chosen, table, front, selected, first_local, count,
+                PAGE_SIZE, DRAWN,
+            )  # fmt: skip
+            stage = fetched % K_STAGES
+            mbarrier.wait(k_empty.index(stage), ((fetched // K_STAGES) & 1) ^ 1)
+            if DRAWN:
+                row_0, row_1 = put_logs(k_logs.index(stage), row_0, row_1)
+            load_pair(
+                k_desc, k_smem, k_full.index(stage), stage * PARTS * 2, k_col, k_row, k_page_rows,
+                page_0, row_0, page_1, row_1, PARTS,
+            )  # fmt: skip
+            fetched += 1
+            stage = fetched % V_STAGES
+            mbarrier.wait(v_empty.index(stage), ((fetched // V_STAGES) & 1) ^ 1)
+            load_pair(
+                v_desc, v_smem, v_full.index(stage), stage * PARTS * 2, v_col, v_row, v_page_rows,
+                page_0, row_0, page_1, row_1, PARTS,
+            )  # fmt: skip
+            page_0, row_0, page_1, row_1 = next_0, next_row_0, next_1, next_row_1
+        turn += 1
+    # The end is an item of one pair that nobody fills.
+    stage = fetched % K_STAGES
+    mbarrier.wait(k_empty.index(stage), ((fetched // K_STAGES) & 1) ^ 1)
+    mbarrier.arrive(k_full.index(stage), count=1)
