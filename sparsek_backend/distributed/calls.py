@@ -19,6 +19,7 @@ from sparsek_backend.distributed.rows import (
     take_rows,
 )
 from sparsek_kernels.sink_window.ops import sink_flash_bwd, sink_flash_fwd, sink_flash_fwd_out
+from sparsek_kernels.sink_window.spec import AttentionSpec
 
 
 class Item(NamedTuple):
@@ -65,15 +66,6 @@ def on_device(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
         return torch.tensor(offsets, dtype=torch.int32, device=device)
 
 
-class Scalars(NamedTuple):
-    """Mask and scale, as the operators take them."""
-
-    num_sink: int
-    window_size: int | None
-    causal: bool
-    softmax_scale: float
-
-
 def _cu_seqlens(call: Call, device: torch.device) -> list[torch.Tensor | None]:
     both = (call.cu_seqlens_q, call.cu_seqlens_k)
     return [None if x is None else on_device(x, device) for x in both]
@@ -85,11 +77,11 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
-    scalars: Scalars,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of the call's queries, for keys ``k`` and ``v`` put together."""
     found: tuple[torch.Tensor, torch.Tensor] = sink_flash_fwd(
-        take_rows(q, call.rows), k, v, sinks, *_cu_seqlens(call, q.device), *scalars
+        take_rows(q, call.rows), k, v, sinks, *_cu_seqlens(call, q.device), *spec
     )
     return found
 
@@ -102,16 +94,16 @@ def forward_into(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
-    scalars: Scalars,
+    spec: AttentionSpec,
 ) -> None:
     """:func:`forward`, written to the call's rows of ``out [B, N, Hq, D]`` and ``lse``."""
     if len(call.rows) == 1:
         rows = call.rows[0]
         lse[..., rows] = sink_flash_fwd_out(
-            out[:, rows], q[:, rows], k, v, sinks, *_cu_seqlens(call, q.device), *scalars
+            out[:, rows], q[:, rows], k, v, sinks, *_cu_seqlens(call, q.device), *spec
         )
         return
-    part, part_lse = forward(call, q, k, v, sinks, scalars)
+    part, part_lse = forward(call, q, k, v, sinks, spec)
     put_rows(out, call.rows, part)
     put_rows(lse.transpose(1, 2), call.rows, part_lse.transpose(1, 2))
 
@@ -123,7 +115,7 @@ def backward(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
-    scalars: Scalars,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of the call's queries, keys and values, and its share of the gradient of sinks.
 
@@ -144,7 +136,7 @@ def backward(
         part_lse,
         sinks,
         *_cu_seqlens(call, q.device),
-        *scalars,
+        *spec,
     )
     return dq, dk, dv, None if sinks is None else dsinks
 

@@ -23,34 +23,10 @@ from sparsek_backend.distributed.rows import (
 TensorParts = list[list[Part]]  # of each tensor
 
 
-class Pending:
-    """Messages under way; the tensors that they read and write live as long as this."""
-
-    def __init__(
-        self,
-        channel: Channel,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-    ) -> None:
-        self._channel, self._sends = channel, sends
-        self._received = [x for _, x in receives]
-        group, peers = channel.group, channel.peers
-        ops = [dist.P2POp(dist.isend, x, peers[rank], group) for rank, x in sends]
-        ops += [dist.P2POp(dist.irecv, x, peers[rank], group) for rank, x in receives]
-        with channel.watched():
-            self._works = dist.batch_isend_irecv(ops) if ops else []
-
-    def wait(self) -> list[torch.Tensor]:
-        """The received tensors; waits until they are there (on a GPU, the current stream waits)."""
-        with self._channel.watched():
-            for work in self._works:
-                work.wait()
-        self._works, self._sends = [], []
-        return self._received
-
-
 class Exchange:
     """Rows of some tensors of one shape, sent to who needs them; later their gradients back.
+
+    The tensors that messages read and write live until the messages are awaited.
 
     Args:
         like: one of the tensors, ``[B, rows, H, D]``.
@@ -59,45 +35,66 @@ class Exchange:
     def __init__(
         self, channel: Channel, transfers: Transfers, like: torch.Tensor, count: int
     ) -> None:
-        self._channel, self._transfers = channel, transfers
+        self._channel, self.transfers = channel, transfers
         self._count, self._shape = count, like.shape
         self._kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        self.tensors: Sequence[torch.Tensor] = []  # what :meth:`start` sends rows of
+        self.own: TensorParts = []  # gradients of the own rows that this rank asked for
 
     def _buffer(self, rows: int) -> torch.Tensor:
         batch, _, *rest = self._shape
         return torch.empty((self._count, batch, rows, *rest), **self._kind)
 
+    def _begin(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        group, peers = self._channel.group, self._channel.peers
+        ops = [dist.P2POp(dist.isend, x, peers[rank], group) for rank, x in sends]
+        ops += [dist.P2POp(dist.irecv, x, peers[rank], group) for rank, x in receives]
+        with self._channel.watched():
+            self._works = dist.batch_isend_irecv(ops) if ops else []
+        self._sent, self._received = sends, [x for _, x in receives]
+
     def start(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send rows of the tensors."""
+        self.tensors = tensors
         sends = [
             (rank, torch.stack([take_rows(x, rows) for x in tensors]))
-            for rank, rows in self._transfers.sends
+            for rank, rows in self.transfers.sends
         ]
-        receives = [(rank, self._buffer(count)) for rank, count in self._transfers.receives]
-        self._pending = Pending(self._channel, sends, receives)
+        self._begin(sends, [(rank, self._buffer(count)) for rank, count in self.transfers.receives])
 
     def wait(self) -> list[torch.Tensor]:
-        """``[tensors, B, rows, H, D]`` of each source."""
-        return self._pending.wait()
+        """What was received, ``[tensors, B, rows, H, D]`` of each source.
+
+        Waits until it is there (on a GPU, the current stream waits).
+        """
+        with self._channel.watched():
+            for work in self._works:
+                work.wait()
+        received, self._works, self._sent, self._received = self._received, [], [], []
+        return received
 
     def start_return(self, parts: Sequence[TensorParts]) -> None:
         """Send gradients to the owners; ``parts`` has the gradients of each source's rows."""
         sends = []
-        for (rank, count), of_source in zip(self._transfers.receives, parts, strict=True):
+        for (rank, count), of_source in zip(self.transfers.receives, parts, strict=True):
             whole = self._buffer(count)
             for x, found in zip(whole, of_source, strict=True):
                 summed(x, found)
             sends.append((rank, whole))
         receives = [
             (rank, self._buffer(sum(x.stop - x.start for x in rows)))
-            for rank, rows in self._transfers.sends
+            for rank, rows in self.transfers.sends
         ]
-        self._pending = Pending(self._channel, sends, receives)
+        self._begin(sends, receives)
 
     def finish_return(self) -> TensorParts:
         """Gradients that came back for this rank's own rows."""
         found: TensorParts = [[] for _ in range(self._count)]
-        for (_, rows), came in zip(self._transfers.sends, self._pending.wait(), strict=True):
+        for (_, rows), came in zip(self.transfers.sends, self.wait(), strict=True):
             pieces = [Piece(0, x) for x in rows]
             for parts, grad in zip(found, came, strict=True):
                 parts += [part for _, part in spread(pieces, grad)]
@@ -120,60 +117,50 @@ def by_buffer(
     return found
 
 
-class _Journey:
-    """State that departure and arrival of a differentiable exchange share."""
-
-    def __init__(self, exchange: Exchange, transfers: Transfers) -> None:
-        self.exchange, self.transfers = exchange, transfers
-        self.tensors: list[torch.Tensor] = []
-        self.own: TensorParts = []
-
-
 class _Start(torch.autograd.Function):
     """Send rows; on the way back, wait for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.journey = journey
-        journey.tensors = [x.detach() for x in tensors]
-        journey.exchange.start(journey.tensors)
+    def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        exchange.start([x.detach() for x in tensors])
         return tensors[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        journey: _Journey = ctx.journey
-        came = journey.exchange.finish_return()
-        parts = [mine + others for mine, others in zip(journey.own, came, strict=True)]
-        journey.own = []
-        return (None, *journey.exchange.total(parts))
+        exchange: Exchange = ctx.exchange
+        came = exchange.finish_return()
+        parts = [mine + others for mine, others in zip(exchange.own, came, strict=True)]
+        exchange.own = []
+        return (None, *exchange.total(parts))
 
 
 class _Finish(torch.autograd.Function):
     """Wait for rows and put the requests together; on the way back, send their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, handle: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.journey = journey
+    def forward(ctx: Any, exchange: Exchange, handle: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
         ctx.save_for_backward(handle)
-        received, tensors = journey.exchange.wait(), journey.tensors
-        journey.tensors = []
+        received, tensors = exchange.wait(), exchange.tensors
+        exchange.tensors = []
         buffers = [[x, *(there[i] for there in received)] for i, x in enumerate(tensors)]
-        return tuple(take(x, pieces) for pieces in journey.transfers.requests for x in buffers)
+        return tuple(take(x, pieces) for pieces in exchange.transfers.requests for x in buffers)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        journey: _Journey = ctx.journey
-        requests = journey.transfers.requests
+        exchange: Exchange = ctx.exchange
+        requests = exchange.transfers.requests
         count = len(grads) // len(requests)
         found = by_buffer(
             [(x, grads[i * count : (i + 1) * count]) for i, x in enumerate(requests)],
             count,
-            1 + len(journey.transfers.receives),
+            1 + len(exchange.transfers.receives),
         )
-        journey.own = found[0]
-        journey.exchange.start_return(found[1:])
+        exchange.own = found[0]
+        exchange.start_return(found[1:])
         return None, torch.zeros_like(ctx.saved_tensors[0])
 
 
@@ -190,11 +177,11 @@ class Fetch:
     def __init__(
         self, channel: Channel, transfers: Transfers, tensors: Sequence[torch.Tensor]
     ) -> None:
-        exchange = Exchange(channel, transfers, tensors[0], len(tensors))
-        self._journey, self._count = _Journey(exchange, transfers), len(tensors)
-        self._handle = _Start.apply(self._journey, *tensors)  # type: ignore[no-untyped-call]
+        self._exchange = Exchange(channel, transfers, tensors[0], len(tensors))
+        self._count = len(tensors)
+        self._handle = _Start.apply(self._exchange, *tensors)  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[tuple[torch.Tensor, ...]]:
         """For each request, its rows of every tensor."""
-        found = _Finish.apply(self._journey, self._handle)  # type: ignore[no-untyped-call]
+        found = _Finish.apply(self._exchange, self._handle)  # type: ignore[no-untyped-call]
         return [tuple(found[i : i + self._count]) for i in range(0, len(found), self._count)]

@@ -16,12 +16,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from sparsek_backend.distributed import calls
-from sparsek_backend.distributed.calls import Call, Item, Scalars, calls_of, put_rows
+from sparsek_backend.distributed.calls import Call, Item, calls_of, put_rows
 from sparsek_backend.distributed.exchange import Exchange, by_buffer
 from sparsek_backend.distributed.layouts import Segment, SequenceLayout
 from sparsek_backend.distributed.mesh import Channel
 from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_transfers
 from sparsek_kernels.common.operators import new_like, new_lse
+from sparsek_kernels.sink_window.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class HaloAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         channel: Channel,
         plan: HaloPlan,
-        scalars: Scalars,
+        spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = new_like(q), new_lse(q)
         exchanges = [Exchange(channel, x, k, 2) for x in (plan.sinks, plan.halo)]
@@ -106,9 +107,9 @@ class HaloAttention(torch.autograd.Function):
                 received += exchanges[index - 1].wait()
             for call in group:
                 key, value = calls.put_together(k, v, received, call)
-                calls.forward_into(out, lse, call, q, key, value, sinks, scalars)
+                calls.forward_into(out, lse, call, q, key, value, sinks, spec)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *received)
-        ctx.channel, ctx.plan, ctx.scalars = channel, plan, scalars
+        ctx.channel, ctx.plan, ctx.spec = channel, plan, spec
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -125,9 +126,7 @@ class HaloAttention(torch.autograd.Function):
         def run(group: tuple[Call, ...]) -> None:
             for call in group:
                 key, value = calls.put_together(k, v, received, call)
-                part, dk, dv, share = calls.backward(
-                    call, upstream, q, key, value, sinks, ctx.scalars
-                )
+                part, dk, dv, share = calls.backward(call, upstream, q, key, value, sinks, ctx.spec)
                 put_rows(dq, call.rows, part)
                 grads.append((call.pieces, (dk, dv)))
                 if dsinks is not None and share is not None:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from sparsek_backend.distributed import calls
-from sparsek_backend.distributed.calls import Call, Item, Scalars, calls_of, offsets_of
+from sparsek_backend.distributed.calls import Call, Item, calls_of, offsets_of
 from sparsek_backend.distributed.exchange import Exchange, by_buffer
 from sparsek_backend.distributed.layouts import Segment, SequenceLayout
 from sparsek_backend.distributed.mesh import Channel
@@ -27,6 +27,7 @@ from sparsek_backend.distributed.rows import (
     plan_transfers,
     rows_of_part,
 )
+from sparsek_kernels.sink_window.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,15 @@ class RingAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         channel: Channel,
         plan: RingPlan,
-        scalars: Scalars,
+        spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         exchanges = [Exchange(channel, step.transfers, k, 2) for step in plan.steps]
         if exchanges:
             exchanges[0].start((k, v))
         # Learned sinks are one more term of each row's denominator: the own keys' call has it.
-        found, lse = calls.forward(plan.own, q, k, v, sinks, scalars)
+        found, lse = calls.forward(plan.own, q, k, v, sinks, spec)
         out = found.to(lse.dtype)
-        full = scalars._replace(causal=False)
+        full = spec._replace(causal=False)
         for index, step in enumerate(plan.steps):
             received = exchanges[index].wait()
             if index + 1 < len(exchanges):
@@ -120,7 +121,7 @@ class RingAttention(torch.autograd.Function):
                 _merge(out, lse, call, *calls.forward(call, q, key, value, None, full))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.channel, ctx.plan, ctx.scalars = channel, plan, scalars
+        ctx.channel, ctx.plan, ctx.spec = channel, plan, spec
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -133,9 +134,9 @@ class RingAttention(torch.autograd.Function):
         exchanges = [Exchange(ctx.channel, step.transfers, k, 2) for step in plan.steps]
         if exchanges:
             exchanges[0].start((k, v))
-        part, dk, dv, dsinks = calls.backward(plan.own, upstream, q, k, v, sinks, ctx.scalars)
+        part, dk, dv, dsinks = calls.backward(plan.own, upstream, q, k, v, sinks, ctx.spec)
         dq, dkv = (x.to(lse.dtype) for x in (part, torch.stack((dk, dv))))
-        full = ctx.scalars._replace(causal=False)
+        full = ctx.spec._replace(causal=False)
         returning: Exchange | None = None
         for index, step in enumerate(plan.steps):
             received = exchanges[index].wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparsek_backend.distributed.calls import Scalars
 from sparsek_backend.distributed.halo import HaloAttention, plan_halo
 from sparsek_backend.distributed.layouts import SequenceLayout, check_mesh, check_shard
 from sparsek_backend.distributed.mesh import channel_of
@@ -81,13 +80,12 @@ def context_parallel_sink_flash_attention(
             softmax_scale=spec.softmax_scale,
             requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in tracked),
         )
-    scalars = Scalars(spec.num_sink, spec.window_size, spec.causal, spec.softmax_scale)
     batch = q.shape[0]
     if spec.window_size is None:
         ring = plan_ring(layout, channel.rank, spec.causal, batch)
-        found = RingAttention.apply(q, k, v, sinks, channel, ring, scalars)  # type: ignore[no-untyped-call]
+        found = RingAttention.apply(q, k, v, sinks, channel, ring, spec)  # type: ignore[no-untyped-call]
     else:
         halo = plan_halo(layout, channel.rank, spec.num_sink, spec.window_size, batch)
-        found = HaloAttention.apply(q, k, v, sinks, channel, halo, scalars)  # type: ignore[no-untyped-call]
+        found = HaloAttention.apply(q, k, v, sinks, channel, halo, spec)  # type: ignore[no-untyped-call]
     out, lse = found
     return (out, lse) if return_lse else out

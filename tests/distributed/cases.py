@@ -342,7 +342,7 @@ def received_keys(
     start = Exchange.start
 
     def counted(exchange: Exchange, tensors: Any) -> None:
-        counts.append(sum(rows for _, rows in exchange._transfers.receives))
+        counts.append(sum(rows for _, rows in exchange.transfers.receives))
         start(exchange, tensors)
 
     spec = NSAConfig.from_dict({**SMALL, "num_local_blocks": 1, "top_n": 2}).spec

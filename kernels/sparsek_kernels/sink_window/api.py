@@ -83,9 +83,8 @@ def sink_flash_attention(
         with remembered(key, (out, lse, q, k, v)):
             ops.forward_into(SinkWindowProblem(q, k, v, spec), out, lse)
         return out if lse is None else (out, lse)
-    scalars = (spec.num_sink, spec.window_size, spec.causal, spec.softmax_scale)
     if out is not None:
-        lse = ops.sink_flash_fwd_out(out, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *scalars)
+        lse = ops.sink_flash_fwd_out(out, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *spec)
     else:
-        out, lse = ops.sink_flash_fwd(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *scalars)
+        out, lse = ops.sink_flash_fwd(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *spec)
     return (out, lse) if return_lse else out

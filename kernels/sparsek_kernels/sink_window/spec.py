@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Everything about a call that is not a tensor.
+class AttentionSpec(NamedTuple):
+    """Everything about a call that is not a tensor, in the order in which operators take it.
 
     Args:
         num_sink: leading keys of each sequence that every query sees.
