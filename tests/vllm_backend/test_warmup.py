@@ -17,6 +17,7 @@ from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder, take_memory
 from sparsek_backend.vllm_backend.sparsek.warmup import (
+    _made_up_steps,
     decode_shapes,
     doubled,
     made_up_prefill,
@@ -30,7 +31,7 @@ from sparsek_kernels.paged.attend.config import decode_config, prefill_config
 from sparsek_kernels.paged.config import most_splits
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, everything, plan_step
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from tests.vllm_backend.layers import (
     building,
     make_builder,
@@ -199,6 +200,23 @@ def test_pages_that_are_built_again_run_nothing(
     assert attended
 
 
+def prefill_segments(
+    shape: tuple[int, int, int, int], policy: StepPolicy
+) -> list[tuple[SelectionPolicy, int, int]]:
+    """Policy, context and rows of the calls that attend a made-up prefill."""
+    segments = plan_step(made_up_prefill(*shape, 16, torch.device("cpu")), policy)
+    return [(x.policy, x.batch.max_seq_len, len(range(shape[1])[x.rows])) for x in segments]
+
+
+def test_a_batch_invariant_engine_prepares_for_records_of_a_whole_step(
+    current: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impl = make_layer().impl
+    monkeypatch.setattr(impl, "batch_invariant", True)
+    steps = _made_up_steps(impl, 16, current, torch.device("cpu"), 1)
+    assert sorted(sum(batch.query_lens) for batch, _ in steps) == [1, 2, 1000]
+
+
 def test_each_kind_of_layer_runs_once_and_is_not_counted(
     current: Any, attended: list[tuple[SelectionPolicy, int, int]]
 ) -> None:
@@ -212,14 +230,12 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
     assert (STATS.forward_calls, STATS.steps) == before
     expected, heads = [], layers[0].impl.num_kv_heads
     for policy in dict.fromkeys(layer.impl.policy for layer in layers):
+        expected += prefill_segments((1000, 1000, 1, 1000), policy)
         for requests, context in decode_shapes(policy.decode, 1000, 5, heads):
             expected += [(policy.decode, context, requests)]
         for prefill in prefill_policies(policy.prefill, False):
             for shape in prefill_shapes(prefill, 1000, 1000, 5):
-                batch = made_up_prefill(*shape, 16, torch.device("cpu"))
-                for segment in plan_step(batch, replace(policy, prefill=prefill)):
-                    rows = range(shape[1])[segment.rows]
-                    expected += [(segment.policy, segment.batch.max_seq_len, len(rows))]
+                expected += prefill_segments(shape, replace(policy, prefill=prefill))
     assert len(expected) > 4
     assert attended == expected
 

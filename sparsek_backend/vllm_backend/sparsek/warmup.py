@@ -206,6 +206,9 @@ def _made_up_steps(
         return
     scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     width, most, own = ceil_div(length, page_size), scheduler.max_num_seqs, impl.policy
+    # Records of many tokens are written by a kernel of their own.
+    together = min(length, scheduler.max_num_batched_tokens)
+    yield made_up_prefill(together, together, 1, together, width, device), own
     if impl.batch_invariant:  # one configuration for tokens of every step
         yield made_up_decodes(1, query_len, length, width, device), own
         yield made_up_prefill(length, min(length, 2), 1, length, width, device), own

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
-from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_load
+from sparsek_kernels.common.kernels.gluon_names import reinterpret, tma_load
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -174,8 +174,6 @@ def _compute_partition(
             mbarrier.wait(q_full.index(INDEX), turn & 1)
             q_tile = q_smem.index(INDEX).load(A_LAYOUT)
             g_tile = g_smem.index(INDEX).load(A_LAYOUT)
-            thread_barrier()
-            mbarrier.arrive(q_empty.index(INDEX), count=1)
             for tile in range(tiles):
                 # dq comes a tile late, as dk does in the kernel for keys.
                 stage = fetched % STAGES
@@ -204,12 +202,16 @@ def _compute_partition(
                 acc, ds_half, ds = warpgroup_mma_wait(0, deps=[acc_token, ds_half, ds])
                 if tile > 0:
                     mbarrier.arrive(k_empty.index(before), count=1)
+                else:  # q and dout are in registers for certain: products have read them
+                    mbarrier.arrive(q_empty.index(INDEX), count=1)
                 ds_half = ds
                 fetched += 1
             if tiles > 0:
                 last = (fetched - 1) % STAGES
                 acc = warpgroup_mma(ds_half, k_smem.index(last), acc)
                 mbarrier.arrive(k_empty.index(last), count=1)
+            else:
+                mbarrier.arrive(q_empty.index(INDEX), count=1)
             out_row = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, DQ_LAYOUT))
             column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, DQ_LAYOUT))
             base = dq_ptr + batch.to(gl.int64) * stride_dqb + head.to(gl.int64) * stride_dqh

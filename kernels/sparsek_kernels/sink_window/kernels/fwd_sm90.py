@@ -157,8 +157,6 @@ def _compute_partition(
                 mbarrier.wait(q_full.index(INDEX), done & 1)
                 if HOLD_Q:
                     q_buf = q_buf.load(Q_LAYOUT)
-                    thread_barrier()
-                    mbarrier.arrive(q_empty.index(INDEX), count=1)
                 if HAS_SINK_KEYS:
                     mbarrier.wait(sink_full, done & 1)
                     sink_zero = gl.zeros([ROWS, BLOCK_S], gl.float32, SINK_LAYOUT)
@@ -191,6 +189,8 @@ def _compute_partition(
                 else:
                     s = warpgroup_mma_wait(0, deps=[s_token])
                 mbarrier.arrive(k_empty.index(stage), count=1)
+                if HOLD_Q:  # it is in registers for certain: a product has read it
+                    mbarrier.arrive(q_empty.index(INDEX), count=1)
                 s = _mask(
                     s, pos, start, k_len, num_sink, window_size, CAUSAL, WINDOWED, BLOCK_N,
                     S_LAYOUT,
