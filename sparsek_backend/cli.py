@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from sparsek_backend import __version__
-from sparsek_backend.command_line import fail, failing_on
+from sparsek_backend.command_line import commands, fail, failing_on
 
 _BEHIND = {
     "eval": ("eval.cli", "eval", "Measure what sparsity costs a model, dense against sparse."),
@@ -55,9 +55,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-model_app = typer.Typer(
-    help="The small model for trying things out.", rich_markup_mode=None, no_args_is_help=True
-)
+model_app = commands("The small model for trying things out.")
 app.add_typer(model_app, name="model")
 
 for _name, (_, _, _about) in _BEHIND.items():

@@ -22,6 +22,22 @@ WRONG_USAGE = (
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
 
 
+def commands(about: str | None = None) -> typer.Typer:
+    """An empty app that a command, or with ``about`` a group of commands, is added to.
+
+    Every command of ours looks alike: ``-h`` beside ``--help``, and no value of a variable in an
+    error's report.
+    """
+    return typer.Typer(
+        help=about,
+        no_args_is_help=about is not None,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_show_locals=False,
+        context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
+    )
+
+
 def fail(message: object, status: int = 2) -> typer.Exit:
     """Print one error line and return the exit to raise: 2 for wrong usage, 1 for other faults."""
     typer.echo(f"{typer.style('error', fg='red')}: {message}", err=True)

@@ -37,19 +37,13 @@ from sparsek_backend.bench.serve import (
 )
 from sparsek_backend.bench.shapes import SHAPES
 from sparsek_backend.bench.workload import load_workloads
-from sparsek_backend.command_line import fail, failing_on, grouped, token_option
+from sparsek_backend.command_line import commands, fail, failing_on, grouped, token_option
 from sparsek_backend.config import resolve_config
 from sparsek_backend.eval.options import EngineOptions
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
-app = typer.Typer(
-    help="Benchmarks: kernels, serving, comparisons.",
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = commands("Benchmarks: kernels, serving, comparisons.")
 console = Console(width=None)
 
 _COMMIT = typer.Option(help="Commit to record where there is no git.")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparsek_backend.command_line import failing_on, grouped, refuse_set
+from sparsek_backend.command_line import commands, failing_on, grouped, refuse_set
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.mass import PHASES, mean_of, measure_model, plot_masses
@@ -44,11 +44,7 @@ from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_backend.pyplot import import_pyplot
 
 # Plain help: in panels, the widest option would leave no room for what the options mean.
-app = typer.Typer(
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
-)
+app = commands()
 console = Console()
 _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
 

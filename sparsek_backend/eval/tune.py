@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sparsek_backend.command_line import fail, failing_on, grouped
+from sparsek_backend.command_line import commands, fail, failing_on, grouped
 from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.cli import run_all, take_prompts
 from sparsek_backend.eval.options import EngineOptions, PromptOptions
@@ -24,11 +24,7 @@ from sparsek_backend.eval.tables import tuning_table
 from sparsek_backend.eval.tokenizer import HubTokenizer
 
 SIZES = (4, 8, 16, 32, 64, 128)
-app = typer.Typer(
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = commands()
 console = Console()
 
 

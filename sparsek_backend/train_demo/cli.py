@@ -18,18 +18,13 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sparsek_backend.command_line import failing_on, token_option
+from sparsek_backend.command_line import commands, failing_on, token_option
 from sparsek_backend.machine import choose_device
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_backend.train_demo.task import SHORTEST, VALUES
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
 
-app = typer.Typer(
-    rich_markup_mode=None,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = commands()
 
 
 @app.command()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparsek_backend.command_line import failing_on, grouped, token_option
+from sparsek_backend.command_line import commands, failing_on, grouped, token_option
 from sparsek_backend.extras import needing
 from sparsek_backend.machine import choose_device
 from sparsek_backend.models import check_model, fetch_texts
@@ -26,14 +26,7 @@ from sparsek_backend.patterns.tools.statistics import pattern_statistics
 from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions
 from sparsek_backend.patterns.training.pruning import Pruning
 
-app = typer.Typer(
-    help="Block-sparse patterns: learn, show, measure, convert.",
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = commands("Block-sparse patterns: learn, show, measure, convert.")
 File = Annotated[Path, typer.Argument(help="A pattern file (.safetensors, or .npz of scipy).")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Elements of a head, for the FLOPs.")]
 BlockSize = Annotated[
