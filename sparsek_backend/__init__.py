@@ -2,7 +2,7 @@
 
 from sparsek_backend.transformers_hook import install
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 install()
 del install

@@ -11,6 +11,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
 import typer
+from rich import box
+from rich.table import Table
 
 WRONG_USAGE = (
     *(ValueError, TypeError, NotImplementedError),
@@ -53,6 +55,15 @@ def failing_on(*kinds: type[Exception]) -> Iterator[None]:
         raise
     except kinds as error:
         raise fail(error, 2 if isinstance(error, WRONG_USAGE) else 1) from error
+
+
+def whole_table(*heads: str, **options: Any) -> Table:
+    """Return a table that cuts no word off: what has no room goes on in the next line."""
+    table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, **options)
+    table.padding = (0, 1, 0, 0)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    return table
 
 
 def token_option(text: str, *, least: int = 1) -> Any:

@@ -69,7 +69,7 @@ def print_report(findings: Sequence[Finding]) -> int:
     table = Table(title=f"SparseK {__version__}", title_justify="left")
     table.add_column("what", no_wrap=True)
     table.add_column("")
-    table.add_column("found")
+    table.add_column("found", overflow="fold")
     for finding in findings:
         colour = colours[finding.status]
         table.add_row(

@@ -8,6 +8,7 @@ set -euo pipefail
 
 # shellcheck source=deploy/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+help_on "$@"
 root=${1:-$(mktemp -d)/root}
 python=$VENV/bin/python
 "$python" -c 'import dockerfile_parse' || die "run bash deploy/test.sh first, which sets up $VENV"

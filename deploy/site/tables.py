@@ -279,6 +279,14 @@ def _lowest(tasks: dict[str, dict[str, Any]], dense: dict[str, dict[str, Any]]) 
     return "{1} {0:.0%}".format(*min(kept)) if kept else ""
 
 
+def simulated(file: str, chosen: str, *variants: str) -> str:
+    """Return a set of ``benchmarks/simulate``: all variants, or those named, with _ for a space."""
+    from benchmarks.simulate.results import table
+
+    found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return table([found], chosen, [name.replace("_", " ") for name in variants])
+
+
 def shares(*budgets: str) -> str:
     """Return what share of the context a decoded token attends, for budgets of ``sparsek eval``."""
     from sparsek_backend.eval.budgets import parse_budget
@@ -333,6 +341,7 @@ TABLES: dict[str, Callable[..., str]] = {
         load,
         quality,
         ruler,
+        simulated,
         shares,
         by_records,
         tested,

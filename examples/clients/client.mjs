@@ -10,14 +10,15 @@ import OpenAI from "openai";
 const { url, document } = parseArgs({
   options: { url: { type: "string", default: "http://127.0.0.1:8000" }, document: { type: "string" } },
 }).values;
-const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", timeout: 600_000 });
+const base = url.replace(/\/?(v1\/?)?$/, ""); // /v1 may follow
+const client = new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", timeout: 600_000 });
 const model = (await models()).data[0].id;
 
 async function models() {
   try {
     return await client.models.list();
   } catch (error) {
-    if (!(error instanceof OpenAI.APIConnectionError)) throw error;
+    if (!(error instanceof OpenAI.APIConnectionError) && error.status !== 404) throw error;
     console.error(`error: no server answers at ${url}: start one`);
     process.exit(1);
   }

@@ -75,13 +75,14 @@ def refused_embeddings(client: openai.OpenAI, model: str) -> int:
 def main() -> None:
     """Run the four requests against a server."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server; /v1 may follow")
     parser.add_argument("--document", type=Path, help="a text to ask about")
     options = parser.parse_args()
-    client = openai.OpenAI(base_url=f"{options.url}/v1", api_key="none", timeout=600)
+    base = options.url.rstrip("/").removesuffix("/v1")
+    client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", timeout=600)
     try:
         model = client.models.list().data[0].id
-    except openai.APIConnectionError:
+    except (openai.APIConnectionError, openai.NotFoundError):
         raise SystemExit(f"error: no server answers at {options.url}: start one") from None
 
     print(f"==> {model}, streamed")

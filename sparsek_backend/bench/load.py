@@ -17,6 +17,7 @@ from rich.table import Table
 from sparsek_backend.bench.load_results import LoadFile, load_rows, next_rate
 from sparsek_backend.bench.loads import LOADS, Limits, describe_sessions, draw_sessions
 from sparsek_backend.bench.plan import Plan, Row
+from sparsek_backend.command_line import whole_table
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.machine import Machine
 
@@ -105,7 +106,7 @@ def sessions_table(plan: LoadPlan) -> Table:
     )
     spreads = {name: value for name, value in found.items() if isinstance(value, dict)}
     columns = list(spreads["prompt_tokens"])
-    table = Table("", *columns, title=title, title_justify="left")
+    table = whole_table("", *columns, title=title)
     for name, spread in spreads.items():
         table.add_row(name, *(f"{spread[column]:.4g}" for column in columns))
     return table
@@ -119,7 +120,7 @@ def load_table(plan: LoadPlan, rows: Sequence[Row]) -> Table:
         f"{limits.later:g} s,\nand takes at most {1e3 * limits.per_token:g} ms a token"
     )
     heads = ("rate", "backend", "sent", "done/s", "good/s", "best", "first s", "token ms", "cached")
-    table = Table(*heads, title=title, title_justify="left")
+    table = whole_table(*heads, title=title)
     for row in rows:
         table.add_row(
             f"{row['rate']:g}",

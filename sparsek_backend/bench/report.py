@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from sparsek_backend.bench.compare import Pair
 from sparsek_backend.bench.registry import OURS
 from sparsek_backend.bench.results import Row, speedup
 from sparsek_backend.bench.runner import BarResult
+from sparsek_backend.command_line import whole_table
 
 _DASH = "-"
 
@@ -22,11 +22,11 @@ def number(value: float | None, digits: str = ".4g") -> str:
 def print_case(console: Console, rows: list[Row]) -> None:
     """One case: its providers, and ours against each of them when both gates are green."""
     head = rows[0]
-    table = Table(title=f"{head.op}  {head.case}  {head.spec}", title_justify="left")
-    for name in ("provider", "ms", "p20-p80", "TFLOP/s", "TB/s", "roofline", "extra MiB"):
-        table.add_column(name, justify="left" if name == "provider" else "right")
-    table.add_column("ours is")
-    table.add_column("gate")
+    names = ("provider", "ms", "p20-p80", "TFLOP/s", "TB/s", "roofline", "extra MiB")
+    title = f"{head.op}  {head.case}  {head.spec}"
+    table = whole_table(*names, "ours is", "gate", title=title)
+    for column in table.columns[1 : len(names)]:
+        column.justify = "right"
     ours = next((row for row in rows if row.provider == OURS), None)
     ratios = speedup(rows, ours) if ours is not None else {}
     for row in (row for row in rows if row.status != "unavailable"):
@@ -67,7 +67,7 @@ def print_bars(console: Console, results: list[BarResult]) -> None:
     if not results:
         return
     names = ("op", "case", "spec", "bar", "wanted", "got", "")
-    table = Table(*names, title="bars", title_justify="left")
+    table = whole_table(*names, title="bars")
     for result in results:
         table.add_row(
             result.op,
@@ -84,7 +84,7 @@ def print_bars(console: Console, results: list[BarResult]) -> None:
 def print_comparison(console: Console, pairs: list[Pair]) -> None:
     """Two result files side by side."""
     names = ("op", "case", "spec", "provider", "A ms", "B ms", "B / A", "")
-    table = Table(*names, title="B against A (below 1 is faster)", title_justify="left")
+    table = whole_table(*names, title="B against A (below 1 is faster)")
     for pair in pairs:
         colour = "red" if pair.regressed else "green" if pair.ratio and pair.ratio < 1 else ""
         table.add_row(

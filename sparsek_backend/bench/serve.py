@@ -15,6 +15,7 @@ from sparsek_backend.bench.plan import Plan, Row
 from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.timing import quantile
+from sparsek_backend.command_line import whole_table
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.machine import Machine
 
@@ -125,7 +126,7 @@ def write_results(out: Path, name: str, rows: Sequence[Row]) -> list[Path]:
 def serve_table(rows: Sequence[Row]) -> Table:
     """A table of both backends side by side, with gains and losses."""
     names = ("case", "backend", "TTFT ms", "p20-p80", "TPOT ms", "p20-p80", "TTFT", "TPOT")
-    table = Table(*names, title="end to end in vLLM", title_justify="left")
+    table = whole_table(*names, title="end to end in vLLM")
     base: dict[tuple[int, int], Row] = {}
     for row in rows:
         first = base.setdefault((row["context"], row["requests"]), row)

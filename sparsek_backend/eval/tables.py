@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.table import Table
 
+from sparsek_backend.command_line import whole_table
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
@@ -71,13 +71,9 @@ def tuning_table(tried: Sequence[tuple[Budget, Row]], length: int, loss: float) 
 
 def _table(title: str, first: str, *others: str) -> Table:
     """A table that has room for its figures in 80 columns."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title)
-    )
-    table.padding = (0, 1, 0, 0)
-    table.add_column(first, overflow="fold")
-    for name in others:
-        table.add_column(name, justify="right", overflow="fold", max_width=13)
+    table = whole_table(first, *others, title=title, min_width=len(title))
+    for column in table.columns[1:]:
+        column.justify, column.max_width = "right", 13
     return table
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from typing import Annotated
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
-from sparsek_backend.command_line import failing_on, grouped, token_option
+from sparsek_backend.command_line import failing_on, grouped, token_option, whole_table
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,15 @@ def test_help_and_name_are_the_commands_own() -> None:
     assert "Of the weights." in done.output
     assert "Serve." in done.output
     assert serve.__name__ == "serve"
+
+
+def test_a_table_cuts_no_word_off_however_narrow_the_screen() -> None:
+    heads = [f"heading {number}" for number in range(9)]
+    table = whole_table(*heads, title="a title")
+    table.add_row(*(["value-of-a-cell"] * 9))
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    printed = console.file.getvalue()
+    assert "…" not in printed
+    assert (printed.count("h"), printed.count("-")) == (9, 27)  # every letter is there
+    assert max(map(len, printed.splitlines())) <= 80

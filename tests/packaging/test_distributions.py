@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tarfile
@@ -88,6 +89,21 @@ def test_the_wheel_carries_licence_and_readme(wheel: Path) -> None:
     assert "# SparseK" in metadata
     for extra in ("vllm", "vllm-cpu", "xformers", "bench", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
+
+
+def test_metadata_has_links_that_hold_outside_of_the_repository(tmp_path: Path) -> None:
+    environ = os.environ | {"REPOSITORY_URL": "https://g.h/o/r"}
+    command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
+    result = processes.run(*command, cwd=ROOT, env=environ)
+    assert result.returncode == 0, result.stderr
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = archive.read(name).decode()
+    assert f"Project-URL: Changelog, https://g.h/o/r/blob/v{VERSION}/CHANGELOG.md" in metadata
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert f"https://g.h/o/r/raw/v{VERSION}/benchmarks/results/serve_llama8b_h200.png" in links
+    assert all(link.startswith("https://") for link in links)
 
 
 def test_the_sdist_can_be_tested_and_builds_the_same_wheel(sdist: Path, wheel: Path) -> None:

@@ -141,6 +141,7 @@ export default class OpenAI {
     const lost = baseURL.includes("nowhere");
     this.models = {
       list: async () => {
+        if (!/^http:\/\/[^/]+\/v1$/.test(baseURL)) throw new APIError(404, "not found");
         if (lost) throw new APIConnectionError(undefined, "no answer");
         return { data: [{ id: "tiny" }] };
       },
@@ -171,9 +172,12 @@ def test_the_client_in_node_takes_the_flags_of_the_one_in_python(tmp_path: Path)
     assert "==> about report.txt\n50" in done.stdout
     assert "tool: refused (set --tool-call-parser)" in done.stdout
     assert "embeddings: status 400" in done.stdout
-    lost = processes.run("node", "client.mjs", "--url", "http://nowhere", cwd=tmp_path)
-    assert lost.returncode == 1
-    assert "no server answers at http://nowhere" in lost.stderr
+    for url in ("http://here/", "http://here/v1", "http://here/v1/"):
+        assert processes.run("node", "client.mjs", "--url", url, cwd=tmp_path).returncode == 0
+    for url in ("http://nowhere", "http://here/v2"):
+        lost = processes.run("node", "client.mjs", "--url", url, cwd=tmp_path)
+        assert lost.returncode == 1
+        assert f"no server answers at {url}" in lost.stderr
     assert processes.run("node", "client.mjs", "http://nowhere", cwd=tmp_path).returncode != 0
 
 
@@ -181,7 +185,8 @@ class WithoutTools(BaseHTTPRequestHandler):
     """A chat server whose every answer is `Paris`, and which takes neither tools nor embeddings."""
 
     def do_GET(self) -> None:
-        self._reply(200, json.dumps({"object": "list", "data": [{"id": "tiny"}]}))
+        found = self.path == "/v1/models"
+        self._reply(200 if found else 404, json.dumps({"object": "list", "data": [{"id": "tiny"}]}))
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -209,11 +214,15 @@ def test_the_client_goes_on_without_tools_and_names_a_server_that_is_not_there(
     main = runpy.run_path(str(EXAMPLES / "clients" / "client.py"))["main"]
     server = ThreadingHTTPServer(("127.0.0.1", 0), WithoutTools)
     url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr("sys.argv", ["client.py", "--url", url])
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        main()
+        for path in ("", "/v1/"):
+            monkeypatch.setattr("sys.argv", ["client.py", "--url", url + path])
+            main()
+        monkeypatch.setattr("sys.argv", ["client.py", "--url", url + "/v2"])
+        with pytest.raises(SystemExit, match="no server answers"):
+            main()
     finally:
         server.shutdown()
         thread.join()

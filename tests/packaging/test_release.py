@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import sparsek_backend
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
+VERSION = sparsek_backend.__version__
 WORKFLOWS = ROOT / ".github" / "workflows"
 
 
@@ -56,24 +58,82 @@ def test_workflows_run_scripts_that_exist() -> None:
         assert re.search(rf"^ARG {image['argument']}=", dockerfile, re.M)
 
 
+def step(job: str, name: str) -> str:
+    """Return the shell of a step of the release workflow, by how its name begins."""
+    steps = yaml.safe_load((WORKFLOWS / "release.yaml").read_text())["jobs"][job]["steps"]
+    (found,) = [one["run"] for one in steps if one.get("name", "").startswith(name)]
+    return str(found)
+
+
+@pytest.mark.parametrize(("tag", "fits"), [(f"v{VERSION}", True), ("v9.9.9", False)])
+def test_a_tag_must_be_the_version(tag: str, fits: bool) -> None:
+    shell = step("distributions", "The tag is the version")
+    result = processes.run(
+        "bash", "-ec", shell, cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag}
+    )
+    assert (result.returncode == 0) is fits, result.stderr
+
+
+def test_a_release_has_notes_and_checksums(tmp_path: Path) -> None:
+    gh = tmp_path / "bin" / "gh"
+    gh.parent.mkdir()
+    gh.write_text('#!/bin/sh\necho "$@" >gh.txt\n')
+    gh.chmod(0o755)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "one.whl").write_text("wheel")
+    changes = f"""\
+## [Unreleased]
+
+- later
+
+## [{VERSION}] - date
+
+A [page](docs/a.md)
+goes on.
+
+### Added
+
+- One
+  thing.
+- [B](https://b.c)
+
+## [0.1.0]
+
+- before
+"""
+    (tmp_path / "CHANGELOG.md").write_text(changes)
+    github = {"REF_NAME": f"v{VERSION}", "SERVER_URL": "https://g.h", "REPOSITORY": "o/r"}
+    environ = os.environ | {f"GITHUB_{name}": value for name, value in github.items()}
+    environ["PATH"] = f"{gh.parent}:{os.environ['PATH']}"
+    shell = step("release", "Notes are")
+    result = processes.run("bash", "-ec", shell, cwd=tmp_path, env=environ)
+    assert result.returncode == 0, result.stderr
+    page = f"[page](https://g.h/o/r/blob/v{VERSION}/docs/a.md)"
+    notes = f"A {page} goes on.\n\n### Added\n\n- One thing.\n- [B](https://b.c)"
+    assert (tmp_path / "notes.md").read_text().strip() == notes
+    assert (tmp_path / "files" / "SHA256SUMS").read_text().split()[1:] == ["one.whl"]
+    asked = f"release create v{VERSION} --notes-file notes.md files/SHA256SUMS files/one.whl"
+    assert (tmp_path / "gh.txt").read_text().strip() == asked
+
+
 def test_manifests_name_images_of_this_version() -> None:
     manifests = (ROOT / "deploy" / "kubernetes").rglob("*.yaml")
     text = "".join(path.read_text() for path in manifests)
     tags = re.findall(r"ghcr\.io/sparsek/sparsek[\w-]*:(\S+)|(?:newTag|tag): (\S+)", text)
     assert len(tags) >= 6
-    assert {one or other for one, other in tags} == {sparsek_backend.__version__}
+    assert {one or other for one, other in tags} == {VERSION}
 
 
 def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == sparsek_backend.__version__
+    assert citation["version"] == VERSION
     assert f"## [{citation['version']}] - {citation['date-released']}" in _changelog()
 
 
 def test_the_changelog_is_in_order() -> None:
     heads = re.findall(r"^## \[(.+?)\]", _changelog(), re.M)
     assert len(set(heads)) == len(heads)
-    assert heads[heads[0] == "Unreleased"] == sparsek_backend.__version__
+    assert heads[heads[0] == "Unreleased"] == VERSION
 
 
 def _changelog() -> str:

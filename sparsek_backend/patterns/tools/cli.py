@@ -12,9 +12,14 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from sparsek_backend.command_line import commands, failing_on, grouped, token_option
+from sparsek_backend.command_line import (
+    commands,
+    failing_on,
+    grouped,
+    token_option,
+    whole_table,
+)
 from sparsek_backend.extras import needing
 from sparsek_backend.machine import choose_device
 from sparsek_backend.models import check_model, fetch_texts
@@ -186,7 +191,7 @@ def stats(
         layers = {layer: asdict(statistics) for layer, statistics in found.items()}
         typer.echo(json.dumps({**_about(patterns), "layers": layers}))
         return
-    table = Table("layer", *COLUMNS, title=escape(patterns.model) or None)
+    table = whole_table("layer", *COLUMNS, title=escape(patterns.model) or None)
     for layer, statistics in found.items():
         table.add_row(str(layer), *(text(statistics) for text in COLUMNS.values()))
     Console().print(table)

@@ -16,7 +16,7 @@ COLUMNS: dict[str, Callable[[Statistics], str]] = {
     "sparsity": lambda s: f"{s.sparsity:.2%}",
     "blocks a row": lambda s: f"{s.row_mean:.1f} ± {s.row_std:.1f}, at most {s.row_max}",
     "overlap": lambda s: f"{s.overlap:.2f}",
-    "importance, 0 to 1": lambda s: _bars(s.importance),
+    "weights, 0 to 1": lambda s: _bars(s.importance),
     "bytes": lambda s: f"{s.bytes:,}",
     "GFLOP": lambda s: f"{s.flops / 1e9:.3g}",
     "on tensor cores": lambda s: f"{s.tensor_core_share:.1%}",
