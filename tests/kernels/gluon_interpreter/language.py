@@ -209,7 +209,7 @@ class Language:
                 wait_group=self._wait_group,
             ),
             "tma_add": lambda desc, coord, source: self._put(desc, coord, source, adds=True),
-            "fence_async_shared": lambda **_: None,
+            "fence_async_shared": self._fence,
             "warpgroup_mma": self._product,
             "warpgroup_mma_init": lambda x: Product(lambda: x, x),
             "warpgroup_mma_wait": self._product_wait,
@@ -254,11 +254,10 @@ class Language:
             return value(0)
         raise NotImplementedError(f"assembly: {text}")
 
-    @staticmethod
-    def _allocate(dtype: Any, shape: Sequence[int], layout: Any, x: Any = None) -> Any:
+    def _allocate(self, dtype: Any, shape: Sequence[int], layout: Any, x: Any = None) -> Any:
         if layout is Barriers:
             return Barriers(shape[0])
-        memory = Memory.allocate(dtype, [int(n) for n in shape], layout)
+        memory = Memory.allocate(dtype, [int(n) for n in shape], layout, self.machine)
         if x is not None:
             memory.store(x)
         return memory
@@ -308,6 +307,10 @@ class Language:
 
         self.machine.put(work)
 
+    def _fence(self) -> None:
+        me = self.machine.current
+        self.machine.settle(lambda load: load.partition is me)
+
     def _store_wait(self, pendings: int) -> None:
         self.machine.finish_stores(int(pendings))
 
@@ -315,7 +318,7 @@ class Language:
         def work() -> None:
             other = 0.0 if memory.dtype.is_floating_point else 0
             found = pointer.load(mask, other).data
-            memory.write(found.expand(memory.shape))
+            memory.replace(found.expand(memory.shape))
 
         self.machine.copy(work, self.machine.current.copies)
 
@@ -347,11 +350,11 @@ class Language:
     def _product(
         self, a: Any, b: Memory, acc: Any, *, use_acc: Any = True, is_async: bool = False, **_: Any
     ) -> Any:
-        used = bool(use_acc)
+        used, left = bool(use_acc), None if isinstance(a, Memory) else a.data
 
         def work() -> Value:
-            left = a.read() if isinstance(a, Memory) else a.data
-            found = left.float() @ b.read().float()
+            rows = a.read() if left is None else left
+            found = rows.float() @ b.read().float()
             if used:
                 base = acc.result if isinstance(acc, Product) else acc
                 if base is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from tests.kernels.gluon_interpreter.values import Pointer, Value, unwrap
+from tests.kernels.gluon_interpreter.values import Late, Pointer, Value, unwrap
 
 Work = Callable[[], None]
 
@@ -42,23 +42,29 @@ class Memory:
     """A view of shared memory; tests see NaN where nothing was written."""
 
     def __init__(
-        self, data: torch.Tensor, place: torch.Tensor, layout: Any, dtype: torch.dtype
+        self,
+        data: torch.Tensor,
+        place: torch.Tensor,
+        layout: Any,
+        dtype: torch.dtype,
+        machine: Machine,
     ) -> None:
         self.data, self.place, self.layout, self.dtype = data, place, layout, dtype
+        self.machine = machine
 
     @staticmethod
-    def allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Memory:
+    def allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any, machine: Machine) -> Memory:
         place = places(shape, layout, dtype.itemsize)
         data = torch.empty(place.numel() * dtype.itemsize, dtype=torch.uint8)
         data.fill_(0xFF)  # NaN in every float type, -1 in every integer type
-        return Memory(data, place, layout, dtype)
+        return Memory(data, place, layout, dtype, machine)
 
     @property
     def shape(self) -> list[int]:
         return list(self.place.shape)
 
     def _view(self, place: torch.Tensor) -> Memory:
-        return Memory(self.data, place, self.layout, self.dtype)
+        return Memory(self.data, place, self.layout, self.dtype, self.machine)
 
     def index(self, at: Any) -> Memory:
         at = int(at)
@@ -80,7 +86,7 @@ class Memory:
         place = places(shape, layout, dtype.itemsize) + first // dtype.itemsize
         if place.numel() * dtype.itemsize > self.place.numel() * self.dtype.itemsize:
             raise ValueError(f"shape: expected at most {self.shape}, got {shape}")
-        return Memory(self.data, place, layout, dtype)
+        return Memory(self.data, place, layout, dtype, self.machine)
 
     def read(self) -> torch.Tensor:
         return self.data.view(self.dtype)[self.place]
@@ -89,12 +95,17 @@ class Memory:
         self.data.view(self.dtype)[self.place] = value.to(self.dtype).expand(self.place.shape)
 
     def load(self, layout: Any = None) -> Value:
-        return Value(self.read())
+        return self.machine.load(self)
 
     def store(self, value: Any) -> None:
         if list(value.shape) != self.shape:
             raise ValueError(f"value: expected shape {self.shape}, got {list(value.shape)}")
-        self.write(unwrap(value))
+        self.replace(unwrap(value))
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Write as threads do, in the order of their barriers: what was loaded before has come."""
+        self.machine.settle(lambda load: load.memory.data is self.data)
+        self.write(value)
 
     def _keep_alive(self) -> None:
         return None
@@ -157,6 +168,15 @@ class Barriers:
         return barrier
 
 
+@dataclass(frozen=True)
+class Load:
+    """Registers on their way from shared memory."""
+
+    memory: Memory
+    partition: Partition
+    value: Late
+
+
 @dataclass
 class Product:
     """A matrix product that tensor cores have been told to make."""
@@ -202,6 +222,21 @@ class Machine:
         self.threads: list[threading.Thread] = []
         self.problem: BaseException | None = None
         self.done = threading.Event()
+        self.loads: list[Load] = []
+
+    def load(self, memory: Memory) -> Value:
+        """What memory holds now, or when it is needed: barriers do not wait for registers."""
+        if not self.late:
+            return Value(memory.read())
+        value = Late(memory.read, memory.shape, memory.dtype)
+        self.loads.append(Load(memory, self.current, value))
+        return value
+
+    def settle(self, chosen: Callable[[Load], bool]) -> None:
+        """Let some loads come."""
+        for load in filter(chosen, self.loads):
+            _ = load.value.data
+        self.loads = [load for load in self.loads if "data" not in vars(load.value)]
 
     def launch(self, programs: Iterator[Partition], side_by_side: int) -> None:
         """Run programs to their end; the next one starts when one of them has ended."""

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout, SwizzledSharedLayout, bfloat16
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.kernels.gluon_interpreter.language import Language, value
+from tests.kernels.gluon_interpreter.language import Descriptor, Language, value
 from tests.kernels.gluon_interpreter.machine import Deadlock, Machine, Memory, Partition, places
 from tests.kernels.gluon_interpreter.values import Pointer, Value, Word
 
@@ -134,9 +135,40 @@ def test_addresses_outside_of_a_tensor() -> None:
         pointer.store(Value(torch.zeros(4)))
 
 
+@pytest.mark.parametrize("kept_by", ["nothing", "a fence", "a product", "a store of threads"])
+def test_registers_come_when_they_are_needed(kept_by: str) -> None:
+    """A bulk copy into a buffer may overtake a load from it; what threads store may not."""
+    layout = NVMMASharedLayout.get_default_for([16, 16], bfloat16)
+    ones, zeros = (f(16, 16, dtype=torch.bfloat16) for f in (torch.ones, torch.zeros))
+
+    def program(x: Any) -> Any:
+        bar = x.gl.allocate_shared_memory(torch.int64, [1], x.mbarrier.MBarrierLayout())
+        x.mbarrier.init(bar, count=1)
+        tile = x.gl.allocate_shared_memory(torch.bfloat16, [16, 16], layout)
+        tile.store(Value(ones))
+        loaded = tile.load()
+        x.thread_barrier()
+        if kept_by == "a fence":
+            x.fence_async_shared()
+        elif kept_by == "a product":
+            x.warpgroup_mma(loaded, tile, Value(torch.zeros(16, 16)))
+        if kept_by == "a store of threads":
+            tile.store(Value(zeros))
+        else:
+            described = TensorDescriptor(zeros, [16, 16], [16, 1], [16, 16], layout)
+            x.mbarrier.expect(bar, 512)
+            x.tma_load(Descriptor(described), [0, 0], bar, tile)
+            x.mbarrier.wait(bar, 0)
+        return loaded.data
+
+    assert torch.equal(run(program), zeros if kept_by == "nothing" else ones)
+    assert torch.equal(run(program, late=False), ones)
+
+
 def test_memory_starts_as_nan() -> None:
-    assert bool(Memory.allocate(torch.float32, [4], FLAT).read().isnan().all())
-    assert bool(Memory.allocate(torch.bfloat16, [4], FLAT).read().isnan().all())
+    for dtype in (torch.float32, torch.bfloat16):
+        memory = Memory.allocate(dtype, [4], FLAT, Machine("first first", True))
+        assert bool(memory.read().isnan().all())
 
 
 def test_columns_of_a_swizzled_tile_lie_apart() -> None:
@@ -145,7 +177,8 @@ def test_columns_of_a_swizzled_tile_lie_apart() -> None:
     at = places([64, 128], tile, 2)
     assert at[1, 0] == 64
     assert at[0, 64] == 64 * 64
-    memory = Memory.allocate(torch.bfloat16, [64, 128], tile)
+    machine = Machine("first first", True)
+    memory = Memory.allocate(torch.bfloat16, [64, 128], tile, machine)
     memory.store(Value(torch.arange(64)[:, None].expand(64, 128).to(torch.bfloat16)))
     halves = memory.reinterpret(torch.bfloat16, [2, 64, 64], tile)
     assert halves.index(1).read()[:, 0].tolist() == list(range(64))

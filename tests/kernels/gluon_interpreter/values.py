@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,27 @@ class Value:
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
     __hash__ = None  # type: ignore[assignment]
+
+
+class Late(Value):
+    """What a load brings once it is needed: neither its shape nor its type is asked for that."""
+
+    def __init__(
+        self, read: Callable[[], torch.Tensor], shape: list[int], dtype: torch.dtype
+    ) -> None:
+        self.read, self.known = read, (shape, dtype)
+
+    @cached_property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.read()
+
+    @property
+    def shape(self) -> list[int]:
+        return self.known[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.known[1]
 
 
 class Word(Value):
