@@ -41,8 +41,13 @@ def _take(ring, bars, count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _give_back(bars, count, STAGES: gl.constexpr):
-    """Leave buffer number ``count`` to the copies, once all warps are done with it."""
+def _give_back(bars, count, STAGES: gl.constexpr, HELD_BACK: gl.constexpr = False):
+    """Leave buffer number ``count`` to the copies, once all warps are done with it.
+
+    ``HELD_BACK`` keeps bulk copies from overtaking what was loaded from it into registers.
+    """
+    if HELD_BACK:
+        fence_async_shared()
     thread_barrier()
     mbarrier.arrive(bars[1].index(count % STAGES), count=1)
 
@@ -175,7 +180,7 @@ def _compute_partition(
                 place = first_place(places)
                 places &= places - 1
                 part = _take(ring, bars, count, STAGES).load(O_LAYOUT)
-                _give_back(bars, count, STAGES)
+                _give_back(bars, count, STAGES, BOXES)
                 count += 1
                 acc += part.to(gl.float32) * weight_smem.index(place).load(O_ROW)[:, None]
             last = _take(ring, bars, count, STAGES)
@@ -189,10 +194,10 @@ def _compute_partition(
                 mask_o = (start + offs_o // BLOCK_G < end) & (offs_o % BLOCK_G < GROUP)
                 gate_cmp = gl.load(gate_cmp_ptr + flat, mask=mask_o, other=0.0).to(gl.float32)
                 gate_swa = gl.load(gate_swa_ptr + flat, mask=mask_o, other=0.0).to(gl.float32)
-                _give_back(bars, count, STAGES)
+                _give_back(bars, count, STAGES, BOXES)
                 count += 1
                 part = _take(ring, bars, count, STAGES).load(O_LAYOUT)
-                _give_back(bars, count, STAGES)
+                _give_back(bars, count, STAGES, BOXES)
                 count += 1
                 acc += part.to(gl.float32) * gate_cmp[:, None]
                 last = _take(ring, bars, count, STAGES)
@@ -202,9 +207,7 @@ def _compute_partition(
             last.store(acc.to(dtype))
             thread_barrier()
             out = last.load(WIDE)
-            if BOXES:
-                fence_async_shared()  # a bulk copy may be next in this buffer
-            _give_back(bars, count, STAGES)
+            _give_back(bars, count, STAGES, BOXES)
             count += 1
             flat = (start + offs_w // BLOCK_G).to(gl.int64) * heads
             flat += kv_head * GROUP + offs_w % BLOCK_G
