@@ -10,6 +10,7 @@ import torch
 from sparsek_backend.bench.ops.paged_inputs import PagedInputs, Tile
 from sparsek_backend.bench.registry import GateResult
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.page_records.reference import (
     Choice,
@@ -51,10 +52,18 @@ def wrong_cells(chosen: torch.Tensor, oracle: Oracle, tolerance: float = SCORES)
 
 
 def chosen_lists(inputs: PagedInputs, batch: PagedBatch, policy: SelectionPolicy) -> torch.Tensor:
-    """``[R, Hkv, places]``: what the kernels choose for the requests of a step of decodes."""
+    """``[R, Hkv, places]``: what the kernels choose for the requests of a step of decodes.
+
+    On a CPU the function that decodes in C is asked: it rounds scores in its own way.
+    """
+    out = torch.empty_like(inputs.q)
     operands = PagedOperands(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.q, inputs.softmax_scale, inputs.k_summary
+        inputs.q, inputs.k_cache, inputs.v_cache, out, inputs.softmax_scale, inputs.k_summary
     )
+    if native_decode.supports(operands, batch, max(batch.query_lens)):
+        lists = native_decode.decode(operands, batch, policy, keeps_lists=True)
+        if lists is not None and len(lists) == len(batch.query_lens):
+            return lists
     return PageRecords().select(operands, Segment(batch, policy)).indices
 
 

@@ -343,9 +343,7 @@ def run(case: Case, device: str, size: str, only_hopper: bool = False) -> int:
         if config.combine_hopper and case.batch == 1 and not packed and group >= 4:
             counts = share_blocks(replace(problem, tuned=config), config.combine_hopper, 1)
             told = [] if counts is None else counts.counts.sum((0, 1)).tolist()
-            shares = (
-                told[0] > 0 if told else group < 8
-            )  # small groups: at times not
+            shares = told[0] > 0 if told else group < 8  # small groups: at times not
             judge.say(shares, f"{design} shared blocks", f"{told}")
     # Boxes only make parts: what follows takes them as it takes those of the other kernel.
     designs = {name: x for name, x in designs.items() if not name.startswith("boxes")}

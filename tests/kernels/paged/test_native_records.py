@@ -222,6 +222,28 @@ def test_more_threads_write_and_decode_the_same_bits(count: int) -> None:
     assert torch.equal(problem.records, written)
 
 
+def test_lists_are_those_that_outputs_come_from() -> None:
+    """Also where two scores are so near that another list would do."""
+    problem, rule = Problem([1500, 900, 3], queries=2, page_size=128), rule_of(64, 100, 60)
+    out = torch.full_like(problem.q, math.nan)
+    operands = PagedOperands(
+        problem.q, problem.k_cache, problem.v_cache, out, problem.scale, problem.records
+    )
+    lists = native_decode.decode(operands, problem.batch, rule, keeps_lists=True)
+    assert lists is not None
+    torch.testing.assert_close(out, problem.decode(rule), rtol=0.0, atol=TOLERANCE)
+    for request, (length, row) in enumerate(((1500, 0), (900, 2))):
+        first, last = (x // 32 for x in rule.candidate_range(length - 2))
+        for head in range(2):
+            entries = [entry for entry in lists[request, head].tolist() if entry >= 0]
+            assert len(entries) > 50
+            q = problem.q[row : row + 2].double().unflatten(1, (2, -1))[:, head]
+            k, v = (x[request][:, head] for x in (problem.keys, problem.values))
+            expected = oracle.attend(q, k, v, entries, first, last, problem.scale, None)
+            found = out[row : row + 2].double().unflatten(1, (2, -1))[:, head]
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=TOLERANCE)
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()

@@ -107,10 +107,16 @@ def _rows(x: torch.Tensor) -> tuple[int, ...]:
     return x.data_ptr(), first, head, row[0], x.dtype == torch.bfloat16
 
 
-def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -> None:
+def decode(
+    operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy, *, keeps_lists: bool = False
+) -> torch.Tensor | None:
     """Attention of the tokens that ``batch`` decodes under a per-token rule: writes their rows.
 
     ``operands`` have the decodes' rows of ``q`` and ``out``.
+
+    Returns:
+        With ``keeps_lists`` what each row of the plan chose, ``[lists, Hkv, picks]`` int32, -1
+        behind: entries as an indexer's.
     """
     built = build.library()
     if built is None:
@@ -121,9 +127,9 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     rows = sized.together * group
     units = lists * heads
     if not units:
-        return
+        return None
     threads = torch.get_num_threads()
-    splits = max(_PIECES_PER_THREAD * threads // units, 1)
+    splits = max(_PIECES_PER_THREAD * threads // units, 2 if keeps_lists else 1)
     slots = threads if splits == 1 else units
     table = batch.block_table
     q, out = operands.q, operands.out
@@ -150,6 +156,12 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     built.sparsek_decode(arguments)
     if result is not out:
         out.copy_(result)
+    if not keeps_lists:
+        return None
+    _, chosen, counts, _ = scratch.view(torch.int32).split(sizes)
+    found = chosen.view(units, -1)[:, : sized.picks]
+    behind = torch.arange(sized.picks) >= counts.view(units, _UNIT)[:, :1]
+    return found.masked_fill(behind, -1).view(lists, heads, -1)
 
 
 @dataclass(frozen=True)
