@@ -159,9 +159,9 @@ def decode(
     if not keeps_lists:
         return None
     _, chosen, counts, _ = scratch.view(torch.int32).split(sizes)
-    found = chosen.view(units, -1)[:, : sized.picks]
     behind = torch.arange(sized.picks) >= counts.view(units, _UNIT)[:, :1]
-    return found.masked_fill(behind, -1).view(lists, heads, -1)
+    found: torch.Tensor = chosen.view(units, -1)[:, : sized.picks].masked_fill(behind, -1)
+    return found.view(lists, heads, -1)
 
 
 @dataclass(frozen=True)
