@@ -146,7 +146,7 @@ def described(found: list[Note], tensors: Tensors) -> list[Any]:
         if hasattr(value, "block_shape"):
             shape = (*value.shape, *value.strides, *value.block_shape, value.padding)
             return named(value.base.data_ptr()), shape, value.layout
-        if isinstance(value, int) and value > 1 << 32:
+        if isinstance(value, int) and value > 1 << 28:  # some heaps begin as low
             return named(value)
         return value
 
