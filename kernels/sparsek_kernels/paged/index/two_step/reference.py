@@ -144,7 +144,7 @@ def quarters_reference(scores: torch.Tensor) -> torch.Tensor:
 def draw_blocks_reference(
     scores: torch.Tensor, blocks: list[int], count: int, start: int
 ) -> list[int]:
-    """Entries ``block + (steps << 21)`` of those of ``blocks`` that are drawn, ascending.
+    """A sample of ``blocks``, ascending, as entries ``block + (steps << 21)``.
 
     Args:
         scores: ``[n]`` float64, of these blocks.
