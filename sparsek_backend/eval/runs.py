@@ -54,12 +54,14 @@ class Workplace:
 
         Args:
             reply: the model.
-            batch: prompts in one call, which are of one length and variant; texts, of which every
-                token has its likeliest ones, come one by one.
+            batch: prompts in one call, which are of one length; texts, of which every token has its
+                likeliest ones, come one by one.
         """
         missing = pending(self.prompts.prompts, self.record, run)
-        for (length, variant), group in groupby(missing, key=lambda p: (p.length, p.variant)):
-            alike, size = list(group), 1 if variant == "text" else batch
+        for (length, text), group in groupby(
+            missing, key=lambda p: (p.length, p.variant == "text")
+        ):
+            alike, size = list(group), 1 if text else batch
             for asked in (alike[i : i + size] for i in range(0, len(alike), size)):
                 rows = []
                 for prompt, got in zip(asked, reply(asked), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.cli import app
-from sparsek_backend.eval.prompt import make_text
+from sparsek_backend.eval.prompt import Prompt, make_text
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.record import append_rows, pending, read_rows, run_key
 from sparsek_backend.eval.results import (
@@ -25,6 +26,7 @@ from sparsek_backend.eval.results import (
     warnings_of,
 )
 from sparsek_backend.eval.runs import Workplace
+from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tasks import make_prompts
 from tests.eval.readers import Reader, WordTokenizer
@@ -80,6 +82,27 @@ def test_an_interrupted_run_continues_where_its_record_ends(tmp_path: Path, torn
     third = Reader(tokenizer)
     run(third, prompts, record, "dense")
     assert not third.asked
+
+
+def test_both_variants_of_a_task_are_asked_in_one_call(tmp_path: Path) -> None:
+    tokenizer, calls = WordTokenizer(), []
+    made = make_prompts(
+        tokenizer,
+        tasks=TASKS,
+        variants=("plain", "followed"),
+        lengths=(1200,),
+        count=COUNT,
+        seed=0,
+    )
+    reply, record = Reader(tokenizer).reply, tmp_path / "r.jsonl"
+
+    def counted(asked: Sequence[Prompt]) -> list[Reply]:
+        calls.append(len(asked))
+        return reply(asked)
+
+    place = Workplace(PromptSet([*made, make_text(0, tuple(range(900)))]), record, record)
+    place.score(counted, "key", 16, lambda count, what: None)
+    assert calls == [16, 16, 16, 1]
 
 
 def test_other_settings_and_other_prompts_are_scored_anew(tmp_path: Path) -> None:
