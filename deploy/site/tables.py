@@ -199,8 +199,8 @@ def load(file: str) -> str:
     return f"{_table((*head, 'per token, p50', 'p99'), lines)}\n\n{_measured_on(rows)}"
 
 
-def quality(*files: str) -> str:
-    """Return the mean over the tasks of ``sparsek eval``, every budget beside dense attention."""
+def quality(budget: str, *files: str) -> str:
+    """Return the mean over the tasks of ``sparsek eval``, a budget beside dense attention."""
     lines, machines = [], []
     for file in files:
         found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
@@ -210,18 +210,21 @@ def quality(*files: str) -> str:
         asked = (("plain", "last"), ("followed", "600 tokens behind it"))
         for length, (variant, where) in itertools.product(lengths, asked):
             cell = [r for r in means if (r["length"], r["variant"]) == (length, variant)]
-            lines += [_answers(cell[0], budget, where) for budget in cell[1:]]
-    head = ("length, prompts", "question", "budget", "attended", "dense", "budget's", "of dense")
+            lines += [
+                _answers(found["model"], cell[0], r, where) for r in cell if r["label"] == budget
+            ]
+    head = ("model, length, prompts", "question", "attended", "dense", "budget's", "of dense")
     last = ("worse, better", "added NLL", "KL")[: max(map(len, lines)) - len(head)]
     return f"{_table((*head, *last), lines)}\n\n{_measured_on(machines)}"
 
 
-def _answers(dense: dict[str, Any], budget: dict[str, Any], where: str) -> Iterable[str]:
+def _answers(
+    model: str, dense: dict[str, Any], budget: dict[str, Any], where: str
+) -> Iterable[str]:
     return (
-        f"{_tokens(budget['length'])}, {budget['prompts']}",
+        f"{model}, {_tokens(budget['length'])}, {budget['prompts']}",
         where,
-        f"`{budget['label']}`",
-        f"{min(budget['prefill_share'], budget['decode_share']):.0%}",
+        f"{budget['prefill_share']:.0%}, {budget['decode_share']:.0%}",
         f"{dense['accuracy']:.3f}",
         f"{budget['accuracy']:.3f}",
         f"{budget['of_reference']:.1%}",
