@@ -139,7 +139,7 @@ def told(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trees", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    parser.add_argument("trees", type=Path, nargs=2, metavar="TREE", help="old, new")
     parser.add_argument("--only", choices=ROWS, nargs="+", default=list(ROWS))
     parser.add_argument("--commits", nargs=2, default=("", ""), help="where there is no git")
     parser.add_argument("--compiled", action="store_true", help="they ran before: only time them")
