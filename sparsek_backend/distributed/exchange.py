@@ -38,7 +38,7 @@ class Exchange:
         self._channel, self.transfers = channel, transfers
         self._count, self._shape = count, like.shape
         self._kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        self.tensors: Sequence[torch.Tensor] = []  # what :meth:`start` sends rows of
+        self.tensors: Sequence[torch.Tensor] = []  # what a fetch puts together rows of
         self.own: TensorParts = []  # gradients of the own rows that this rank asked for
 
     def _buffer(self, rows: int) -> torch.Tensor:
@@ -59,7 +59,6 @@ class Exchange:
 
     def start(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send rows of the tensors."""
-        self.tensors = tensors
         sends = [
             (rank, torch.stack([take_rows(x, rows) for x in tensors]))
             for rank, rows in self.transfers.sends
@@ -100,9 +99,19 @@ class Exchange:
                 parts += [part for _, part in spread(pieces, grad)]
         return found
 
-    def total(self, parts: TensorParts) -> list[torch.Tensor]:
-        """The sum of the parts of each tensor, fp32 where several meet, in the tensors' dtype."""
-        return [summed(torch.empty(self._shape, **self._kind), found) for found in parts]
+    def total(self, own: TensorParts, *, in_place: bool = False) -> list[torch.Tensor]:
+        """Gradients of each tensor: own parts and those that came back, fp32 where several meet.
+
+        ``in_place``: an own part that has every row may be overwritten by the sum.
+        """
+        totals = []
+        for mine, others in zip(own, self.finish_return(), strict=True):
+            whole = (x for _, x in mine if in_place and x.shape == self._shape)
+            total = next(whole, None)
+            if total is None:
+                total = torch.empty(self._shape, **self._kind)
+            totals.append(summed(total, mine + others))
+        return totals
 
 
 def by_buffer(
@@ -123,17 +132,16 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        exchange.start([x.detach() for x in tensors])
+        exchange.tensors = [x.detach() for x in tensors]
+        exchange.start(exchange.tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
         exchange: Exchange = ctx.exchange
-        came = exchange.finish_return()
-        parts = [mine + others for mine, others in zip(exchange.own, came, strict=True)]
-        exchange.own = []
-        return (None, *exchange.total(parts))
+        own, exchange.own = exchange.own, []
+        return (None, *exchange.total(own))
 
 
 class _Finish(torch.autograd.Function):
