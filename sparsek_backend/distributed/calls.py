@@ -136,7 +136,7 @@ def backward(
 
 
 def put_together(
-    k: torch.Tensor, v: torch.Tensor, received: Sequence[torch.Tensor], call: Call
+    k: torch.Tensor, v: torch.Tensor, received: Sequence[Sequence[torch.Tensor]], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a call, from the rank's own and those that it received."""
     buffers = ([x, *(there[i] for there in received)] for i, x in enumerate((k, v)))

@@ -92,5 +92,6 @@ class HaloAttention(torch.autograd.Function):
         exchange.start_return(others)
         dk, dv = exchange.total(own, in_place=True)
         dq = found[0][0] if len(found) == 1 else torch.cat([x[0] for x in found], 1)
-        dsinks = None if sinks is None else torch.stack([x[3] for x in found]).sum(0)
+        shares = [x[3] for x in found if x[3] is not None]
+        dsinks = torch.stack(shares).sum(0) if shares else None
         return dq, dk, dv, dsinks, None, None, None
