@@ -14,7 +14,6 @@ from sparsek_backend.distributed.rows import (
     Piece,
     joined,
     joined_pieces,
-    rows_of_part,
     take,
     take_rows,
 )
@@ -96,16 +95,11 @@ def forward_into(
     sinks: torch.Tensor | None,
     spec: AttentionSpec,
 ) -> None:
-    """:func:`forward`, written to the call's rows of ``out [B, N, Hq, D]`` and ``lse``."""
-    if len(call.rows) == 1:
-        rows = call.rows[0]
-        lse[..., rows] = sink_flash_fwd_out(
-            out[:, rows], q[:, rows], k, v, sinks, *_cu_seqlens(call, q.device), *spec
-        )
-        return
-    part, part_lse = forward(call, q, k, v, sinks, spec)
-    put_rows(out, call.rows, part)
-    put_rows(lse.transpose(1, 2), call.rows, part_lse.transpose(1, 2))
+    """:func:`forward`, written to ``out [B, N, Hq, D]`` and ``lse``; the rows are one slice."""
+    (rows,) = call.rows
+    lse[..., rows] = sink_flash_fwd_out(
+        out[:, rows], q[:, rows], k, v, sinks, *_cu_seqlens(call, q.device), *spec
+    )
 
 
 def backward(
@@ -141,14 +135,8 @@ def backward(
     return dq, dk, dv, None if sinks is None else dsinks
 
 
-def put_rows(total: torch.Tensor, rows: Sequence[slice], part: torch.Tensor) -> None:
-    """Write ``part`` to rows of ``total``, the inverse of :func:`take_rows`."""
-    for where, here in rows_of_part(rows):
-        total[:, where] = part[:, here]
-
-
 def put_together(
-    k: torch.Tensor, v: torch.Tensor, received: Sequence[torch.Tensor], call: Call
+    k: torch.Tensor, v: torch.Tensor, received: Sequence[Sequence[torch.Tensor]], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a call, from the rank's own and those that it received."""
     buffers = ([x, *(there[i] for there in received)] for i, x in enumerate((k, v)))

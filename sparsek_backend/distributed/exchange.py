@@ -21,12 +21,14 @@ from sparsek_backend.distributed.rows import (
 )
 
 TensorParts = list[list[Part]]  # of each tensor
+Messages = list[tuple[int, list[torch.Tensor]]]  # of each peer, by rank of the mesh
 
 
 class Exchange:
     """Rows of some tensors of one shape, sent to who needs them; later their gradients back.
 
-    The tensors that messages read and write live until the messages are awaited.
+    A message is one tensor's rows, without a copy where they lie together.  What messages read and
+    write lives until they are awaited.
 
     Args:
         like: one of the tensors, ``[B, rows, H, D]``.
@@ -38,36 +40,35 @@ class Exchange:
         self._channel, self.transfers = channel, transfers
         self._count, self._shape = count, like.shape
         self._kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        self.tensors: Sequence[torch.Tensor] = []  # what :meth:`start` sends rows of
+        self.tensors: Sequence[torch.Tensor] = []  # what a fetch puts together rows of
         self.own: TensorParts = []  # gradients of the own rows that this rank asked for
 
     def _buffer(self, rows: int) -> torch.Tensor:
         batch, _, *rest = self._shape
-        return torch.empty((self._count, batch, rows, *rest), **self._kind)
+        return torch.empty((batch, rows, *rest), **self._kind)
 
-    def _begin(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-    ) -> None:
+    def _buffers(self, rows: int) -> list[torch.Tensor]:
+        return [self._buffer(rows) for _ in range(self._count)]
+
+    def _begin(self, sends: Messages, receives: Messages) -> None:
         group, peers = self._channel.group, self._channel.peers
-        ops = [dist.P2POp(dist.isend, x, peers[rank], group) for rank, x in sends]
-        ops += [dist.P2POp(dist.irecv, x, peers[rank], group) for rank, x in receives]
+        ops = [dist.P2POp(dist.isend, x, peers[rank], group) for rank, xs in sends for x in xs]
+        ops += [dist.P2POp(dist.irecv, x, peers[rank], group) for rank, xs in receives for x in xs]
         with self._channel.watched():
             self._works = dist.batch_isend_irecv(ops) if ops else []
-        self._sent, self._received = sends, [x for _, x in receives]
+        self._sent, self._received = sends, [xs for _, xs in receives]
 
     def start(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send rows of the tensors."""
-        self.tensors = tensors
+        """Send rows of the tensors, which nothing may change before :meth:`wait`."""
         sends = [
-            (rank, torch.stack([take_rows(x, rows) for x in tensors]))
+            (rank, [take_rows(x, rows).contiguous() for x in tensors])
             for rank, rows in self.transfers.sends
         ]
-        self._begin(sends, [(rank, self._buffer(count)) for rank, count in self.transfers.receives])
+        receives = [(rank, self._buffers(count)) for rank, count in self.transfers.receives]
+        self._begin(sends, receives)
 
-    def wait(self) -> list[torch.Tensor]:
-        """What was received, ``[tensors, B, rows, H, D]`` of each source.
+    def wait(self) -> list[list[torch.Tensor]]:
+        """What was received, of each source ``[B, rows, H, D]`` of each tensor.
 
         Waits until it is there (on a GPU, the current stream waits).
         """
@@ -79,14 +80,12 @@ class Exchange:
 
     def start_return(self, parts: Sequence[TensorParts]) -> None:
         """Send gradients to the owners; ``parts`` has the gradients of each source's rows."""
-        sends = []
-        for (rank, count), of_source in zip(self.transfers.receives, parts, strict=True):
-            whole = self._buffer(count)
-            for x, found in zip(whole, of_source, strict=True):
-                summed(x, found)
-            sends.append((rank, whole))
+        sends = [
+            (rank, [self._sum(found, count).contiguous() for found in of_source])
+            for (rank, count), of_source in zip(self.transfers.receives, parts, strict=True)
+        ]
         receives = [
-            (rank, self._buffer(sum(x.stop - x.start for x in rows)))
+            (rank, self._buffers(sum(x.stop - x.start for x in rows)))
             for rank, rows in self.transfers.sends
         ]
         self._begin(sends, receives)
@@ -100,9 +99,21 @@ class Exchange:
                 parts += [part for _, part in spread(pieces, grad)]
         return found
 
-    def total(self, parts: TensorParts) -> list[torch.Tensor]:
-        """The sum of the parts of each tensor, fp32 where several meet, in the tensors' dtype."""
-        return [summed(torch.empty(self._shape, **self._kind), found) for found in parts]
+    def total(self, own: TensorParts, *, in_place: bool = False) -> list[torch.Tensor]:
+        """Gradients of each tensor: own parts and those that came back, fp32 where several meet.
+
+        ``in_place``: an own part that has every row may be overwritten by the sum.
+        """
+        pairs = zip(own, self.finish_return(), strict=True)
+        return [self._sum(mine + came, self._shape[1], in_place) for mine, came in pairs]
+
+    def _sum(self, parts: list[Part], rows: int, in_place: bool = False) -> torch.Tensor:
+        whole = next((x for _, x in parts if x.shape[1] == rows), None)
+        if whole is not None and len(parts) == 1:
+            return whole
+        if whole is None or not in_place:
+            whole = self._buffer(rows)
+        return summed(whole, parts)
 
 
 def by_buffer(
@@ -123,17 +134,16 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        exchange.start([x.detach() for x in tensors])
+        exchange.tensors = [x.detach() for x in tensors]
+        exchange.start(exchange.tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
         exchange: Exchange = ctx.exchange
-        came = exchange.finish_return()
-        parts = [mine + others for mine, others in zip(exchange.own, came, strict=True)]
-        exchange.own = []
-        return (None, *exchange.total(parts))
+        own, exchange.own = exchange.own, []
+        return (None, *exchange.total(own))
 
 
 class _Finish(torch.autograd.Function):

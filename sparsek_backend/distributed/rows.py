@@ -162,13 +162,12 @@ def summed(total: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
     """``total [B, rows, H, D]``, filled with the sum of its parts, in fp32 where several meet.
 
     Args:
-        total: overwritten; zeros where no part is.
+        total: overwritten; zeros where no part is.  It may be a part that has all its rows.
         parts: rows of ``total``, and what is added there ``[B, their number, H, D]``.
     """
     parts = sorted(parts, key=lambda part: part[0].start)
     edges = {0, total.shape[1]}
     edges.update(edge for rows, _ in parts for edge in (rows.start, rows.stop))
-    exact = torch.float64 if total.dtype == torch.float64 else torch.float32
     active: list[Part] = []
     next_part = 0
     for lo, hi in pairwise(sorted(edges)):
@@ -180,12 +179,9 @@ def summed(total: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
         if not here:
             total[:, lo:hi] = 0
         elif len(here) == 1:
-            total[:, lo:hi] = here[0]
+            total[:, lo:hi] = here[0]  # no copy where it lies there
         else:
-            found = here[0].to(exact, copy=True)
-            for x in here[1:]:
-                found += x
-            total[:, lo:hi] = found
+            torch.sum(torch.stack(here), 0, out=total[:, lo:hi])
     return total
 
 

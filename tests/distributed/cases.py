@@ -23,6 +23,7 @@ from examples import train_context_parallel, train_transformers_fsdp2
 from examples.verl_sink_window import SinkWindowAttention
 from sparsek_backend.distributed import (
     SequenceLayout,
+    calls,
     context_parallel_block_sparse_attention,
     context_parallel_nsa_attention,
     context_parallel_sink_flash_attention,
@@ -77,6 +78,32 @@ def attend(
     torch.autograd.backward((out, lse), (local["dout"], local["dlse"]))
     found = {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items()}}
     return {name: x.detach().float().cpu().numpy() for name, x in found.items()}
+
+
+def windows_in_order(mesh: DeviceMesh, layout: SequenceLayout, shape: list[int]) -> list[str]:
+    """What a rank does in turn, forward and backward: ``send``, ``wait`` and ``attend``."""
+    found: list[str] = []
+
+    def noted(name: str, owner: Any, method: str) -> Any:
+        real = getattr(owner, method)
+
+        def call(*args: Any, **options: Any) -> Any:
+            found.append(name)
+            return real(*args, **options)
+
+        return mock.patch.object(owner, method, call)
+
+    leaves = [torch.randn(shape).requires_grad_() for _ in range(3)]
+    with (
+        noted("send", Exchange, "_begin"),
+        noted("wait", Exchange, "wait"),
+        noted("attend", calls, "forward_into"),
+        noted("attend", calls, "backward"),
+    ):
+        context_parallel_sink_flash_attention(
+            *leaves, mesh=mesh, layout=layout, num_sink=4, window_size=9
+        ).sum().backward()
+    return found
 
 
 def attend_blocks(

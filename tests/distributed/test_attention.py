@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_backend.distributed import SequenceLayout
+from sparsek_backend.distributed.halo import plan_halo
+from sparsek_backend.distributed.rows import Piece
 from sparsek_kernels import sink_flash_attention
 from tests.distributed import cases
 from tests.distributed.cases import Arrays
@@ -93,6 +95,20 @@ def test_sink_window(
     size = layout.tokens_per_rank
     for window in (1, 17, size, size + 1, 2 * size + 3, 500):
         check(ranks, layout, num_sink=num_sink, window_size=window)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_no_message_waits_beside_a_window(ranks: Ranks, order: Any) -> None:
+    """On a GPU it would hold multiprocessors until its peer is as far."""
+    due = ["send", "wait", "attend", "attend", "send", "wait"]
+    layout = SequenceLayout(64, 4, order)
+    assert ranks.run(4, cases.windows_in_order, layout, [1, 16, 2, 8]) == [due] * 4
+
+
+def test_first_rank_attends_its_own_keys_in_place() -> None:
+    whole = slice(0, 16)
+    (call,) = plan_halo(SequenceLayout(64, 4), 0, num_sink=4, window_size=9, batch=1).calls
+    assert (call.rows, call.pieces) == ((whole,), (Piece(0, whole),))
 
 
 @pytest.mark.parametrize("cu_seqlens", PACKED.values(), ids=PACKED)
