@@ -90,8 +90,8 @@ class SparsityConfig(BaseModel):
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
     drawn: bool = Field(False, examples=[True])
     """A prefill tile of `block_topk` draws its blocks by what its queries give them, with weights
-    that make up for what is left out, and does not take the best ones. In a simulation half of
-    `top_k` was then enough. Without effect with `query_tile` 1."""
+    that make up for what is left out, and does not take the best ones. An experiment: with half of
+    `top_k` more answers were lost (docs/quality.md). Without effect with `query_tile` 1."""
     decode_tokens: Pairs = DECODE_TOKENS
     """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of
     every 64 tokens; some of them are drawn, and stand for others too. Pages then have a multiple of
