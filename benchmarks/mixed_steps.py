@@ -5,8 +5,7 @@
 Servers cut prompts into chunks and decode beside them.  No CUDA graph holds such steps, so the time
 that the host takes to launch kernels counts.  Each step is run for the layers of a model: with
 launches through Triton's JIT, with replayed ones (the same results, bit for bit, or exit status 1),
-with half of the blocks of prompts, drawn, and through the FlashAttention-3 that vLLM ships, where
-there is one.
+and through the FlashAttention-3 that vLLM ships, where there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +30,6 @@ from sparsek_kernels.paged import attend_segment, replay, summary_bytes
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import plan_step
-from sparsek_kernels.paged.policy import StepPolicy
 
 HEADS, KV_HEADS, DIM, PAGE, LAYERS = 32, 8, 128, 64, 32
 REQUESTS, LONGEST = 12, 34816
@@ -56,7 +53,6 @@ class Layer:
             write_kv(new[..., :DIM], new[..., DIM:], self.keys, self.values, self.summary, slots)
         self.table = torch.randperm(pages, device="cuda").int().view(REQUESTS, -1)
         self.policy = resolve_config({}, {}).config.policy_for(0)
-        self.drawn = resolve_config({"top_k": 48, "drawn": True}, {}).config.policy_for(0)
         self.indexers = default_indexers(self.policy)
 
     def step(self, decodes: int, chunk: int, context: int) -> tuple[PagedBatch, tuple[int, ...]]:
@@ -81,16 +77,11 @@ class Layer:
         return batch, tuple(lengths)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        batch: PagedBatch,
-        lengths: tuple[int, ...],
-        policy: StepPolicy,
+        self, q: torch.Tensor, out: torch.Tensor, batch: PagedBatch, lengths: tuple[int, ...]
     ) -> None:
         """Attend a step as the backend does, but for a chunk's last queries."""
         operands = PagedOperands(q, self.keys, self.values, out, DIM**-0.5, self.summary)
-        for segment in plan_step(batch, policy, lengths):
+        for segment in plan_step(batch, self.policy, lengths):
             if segment.decodes or segment.policy.selects_blocks:  # FlashAttention serves the rest
                 index = self.indexers.of(segment)
                 attend_segment(operands.of_rows(segment.rows), segment, index)
@@ -146,13 +137,11 @@ def main() -> int:
         q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         row: dict[str, Any] = dict(zip(("decodes", "chunk", "context"), shape, strict=True))
         outs = {}
-        for name in ("jit", "replayed", "drawn"):
-            policy = layer.drawn if name == "drawn" else layer.policy
+        for name in ("jit", "replayed"):
             out = torch.zeros_like(q)
             hooked = mock.patch.object(replay, "has_launch_hook", return_value=True)
             with hooked if name == "jit" else nullcontext():
-                work = partial(layer.attend, q, out, batch, lengths, policy)
-                row[name] = microseconds(work)
+                row[name] = microseconds(lambda: layer.attend(q, out, batch, lengths))  # noqa: B023
             outs[name] = out
         same = torch.equal(outs["jit"], outs["replayed"])
         wrong += not same

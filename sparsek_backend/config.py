@@ -33,7 +33,6 @@ from sparsek_backend.model_sections import read_nsa
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.seer import SeerSelection
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
-from sparsek_kernels.paged.sample import MOST_CELLS
 
 _MODES = ["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "seer", "nsa"]
 
@@ -88,10 +87,6 @@ class SparsityConfig(BaseModel):
     CPU, or `--block-size`) or be a multiple of it."""
     top_k: Blocks = 96
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
-    drawn: bool = Field(False, examples=[True])
-    """A prefill tile of `block_topk` draws its blocks by what its queries give them, with weights
-    that make up for what is left out, and does not take the best ones. An experiment: with half of
-    `top_k` more answers were lost (docs/quality.md). Without effect with `query_tile` 1."""
     decode_tokens: Pairs = DECODE_TOKENS
     """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of
     every 64 tokens; some of them are drawn, and stand for others too. Pages then have a multiple of
@@ -163,7 +158,6 @@ class SparsityConfig(BaseModel):
             sel_block_size=self.sel_block_size,
             dense_last=self.dense_last,
             query_tile=self.query_tile,
-            drawn=self.drawn and self.query_tile > 1,
         )
         if self.mode in _BY_RECORDS:
             single = tiles.by_records(self.decode_tokens)
@@ -188,7 +182,7 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     ),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(FIELD_NAMES) - {"pattern", "gates"},
-    "pattern": frozenset(FIELD_NAMES) - {"gates", "drawn"},
+    "pattern": frozenset(FIELD_NAMES) - {"gates"},
 }
 
 
@@ -478,12 +472,6 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
             f"SPARSEK setting query_tile (from {sources['query_tile']}): expected more than 1 in "
             "mode 'pattern', whose prefills choose blocks for a tile of queries, got 1; remedy: "
             "remove it, or mode block_topk"
-        )
-    if config.drawn and not 3 <= config.top_k <= MOST_CELLS:
-        raise ConfigError(
-            f"SPARSEK setting drawn (from {sources['drawn']}): expected top_k from 3 to "
-            f"{MOST_CELLS} with it, got {config.top_k} (from {sources['top_k']}); remedy: another "
-            "top_k, or remove drawn"
         )
     if config.sel_block_size % CELL_SIZE:
         raise ConfigError(

@@ -165,7 +165,7 @@ OCTAVES = 16
 
 
 def sample(
-    mass: torch.Tensor, count: int | torch.Tensor, start: torch.Tensor
+    mass: torch.Tensor, count: int, start: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which cells are kept, and with what probability, ``[..., n]``.
 
@@ -175,7 +175,7 @@ def sample(
 
     Args:
         mass: ``[..., n]``, 0 for cells that do not compete.
-        count: cells to keep, a number or ``[..., 1]``.
+        count: cells to keep.
         start: ``[...]``, what the running sums start from, in ``[0, 1)``.
     """
     mass = mass.double()
@@ -215,7 +215,7 @@ def _sampled(
     """
     cells, rank = _cells(rule, pages, q, logits, pages.head_dim**-0.5)
     mass = _mass(rank.masked_fill(~between[..., None], -math.inf).flatten(-2), near)
-    start = starts(position)
+    start = _starts(position)
     kept, share = sample(mass, rule.tokens // rule.cell, start)
     certain = share == 1
     counts = torch.where(certain, 0.0, math.log(rule.sampled) - share.log())
@@ -225,9 +225,9 @@ def _sampled(
     return torch.where(kept, counts, -math.inf), tail
 
 
-def starts(number: torch.Tensor) -> torch.Tensor:
-    """``[R]``: where the running sums of rows or tiles start, spread over ``[0, 1)``."""
-    return number.double() * ((math.sqrt(5) - 1) / 2) % 1
+def _starts(position: torch.Tensor) -> torch.Tensor:
+    """``[R]``: where the running sums of rows start, spread over ``[0, 1)``."""
+    return position.double() * ((math.sqrt(5) - 1) / 2) % 1
 
 
 def dense_logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from .blocks import attend_blocks, block_logits
-from .decode import dense_logits, sample, starts
+from .decode import dense_logits
 from .sketches import PAGE, SKETCHES, Pages
 
 CHUNK = 4096
-Score = Literal["sum", "largest", "head", "rms"]
 
 
 @dataclass(frozen=True)
@@ -30,19 +29,12 @@ class PromptRule:
         tile: consecutive queries that share a choice.
         candidates: blocks among which ``ranks`` chooses.
         name_stride: of so many rows the last names candidates.
-        name_by: what a candidate counts: the ``sum`` of what rows give it, or the ``largest``, of
-            heads together; the largest of a row and ``head``; or the root mean square (``rms``) of
-            rows and heads.
+        name_by: what a candidate counts: the ``sum`` of what rows give it, or the ``largest``.
         ranks: what ranks candidates.  ``exact``: their masses by the logits of their keys.  A
             sketch, or ``page``: their masses by its logits, beside those of the keys of sinks and
             window.
         rank_rows: rows of a tile, evenly spaced, whose masses rank.
         rank_by: what a block counts, as ``name_by``.
-        sampled: whether blocks are a sample (:func:`decode.sample`) by what they count, of which
-            those that are not certain count for more, and not the best.
-        others: the share of the places of a sample that are drawn from blocks that are no
-            candidates, by what names; with 0 nothing stands for them.
-        cap: the most that a drawn block counts.
         variance: whether spread within a sketch's vectors adds to its logits.
         min_mass: a chosen block gives some row at least this share in the mean of its heads.
         tail: what gives the logits of one key for each block that is not attended, whose value is
@@ -59,13 +51,10 @@ class PromptRule:
     tile: int = 64
     candidates: int = 192
     name_stride: int = 4
-    name_by: Score = "sum"
+    name_by: Literal["sum", "largest"] = "sum"
     ranks: str = "exact"
     rank_rows: int = 32
-    rank_by: Score = "largest"
-    sampled: bool = False
-    others: float = 0.0
-    cap: float = math.inf
+    rank_by: Literal["sum", "largest"] = "largest"
     variance: bool = False
     min_mass: float = 0.0
     tail: str = ""
@@ -86,10 +75,6 @@ class PromptRule:
             raise ValueError("expected a window of 64s, a tile in 4096 and rank_rows in the tile")
         if self.tile % self.name_stride:
             raise ValueError(f"name_stride: expected one in the tile, got {self.name_stride}")
-        if self.sampled and (self.tail or self.min_mass):
-            raise ValueError("sampled: expected neither tail nor min_mass beside it, got one")
-        if self.others and (not self.sampled or self.scores == "all"):
-            raise ValueError("others: expected a sample and candidates that are named, got none")
 
 
 def attend(
@@ -166,9 +151,8 @@ def _chunk(
     first = (rows[:, :1] // PAGE - rule.window // PAGE).clamp(min=1)
     always = ((block >= first) | (block < 1)) & (block <= rows[:, -1:] // PAGE)
     between = (block >= 1) & (block < first)  # [tiles, blocks]
-    weights = _choose(rule, pages, query, k, rows, between, always).masked_fill(always, 0.0)
-    out, lse = attend_blocks(query, k, v, weights, rule.tile, start)
-    chosen = weights > -math.inf
+    chosen = _choose(rule, pages, query, k, rows, between, always) | always
+    out, lse = attend_blocks(query, k, v, chosen, rule.tile, start)
     if rule.tail:
         left = (between & ~chosen).repeat_interleave(rule.tile, 1)
         out = _with_tail(rule, pages, query, out, lse, left)
@@ -186,7 +170,7 @@ def _choose(
     between: torch.Tensor,
     always: torch.Tensor,
 ) -> torch.Tensor:
-    """``[H, tiles, blocks]``: logs of how often each tile counts a block that it chooses, or -inf.
+    """``[H, tiles, blocks]``: the blocks that each tile chooses.
 
     Args:
         rule: what is attended.
@@ -206,9 +190,9 @@ def _choose(
         )
         share = logits.masked_fill_(~before, -math.inf).softmax(-1)
         # The first block has none before it.
-        share.nan_to_num_(0)
+        share = _over_rows(share.nan_to_num_(0).sum(1), rule.name_by)
         places = torch.full_like(rows[:, 0], rule.candidates)
-        candidates = _best(_score(share, rule.name_by) * between, places) & between
+        candidates = _best(share * between, places) & between
     step = rule.tile // min(rule.rank_rows, rule.tile)
     ranked = slice(step - 1, None, step)
     logits = _logits(rule, "exact", pages, q, k, rows, ranked)
@@ -216,37 +200,13 @@ def _choose(
         sketched = _logits(rule, rule.ranks, pages, q, None, rows, ranked)
         logits = torch.where(between[:, None], sketched, logits)
     logits.masked_fill_(~(candidates | always)[:, None, :, None], -math.inf)
-    mass = _score(logits.softmax(-1), rule.rank_by) * candidates
-    places = (rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth).round().int()
-    if rule.sampled:
-        others = between & ~candidates
-        few = (places * rule.others).int().minimum(others.sum(-1))  # [H, tiles]
-        weights = _drawn(rule, mass, places - few, rows)
-        if rule.others:
-            more = _drawn(rule, _score(share, rule.name_by) * others, few, rows)
-            weights = weights.maximum(more)
-        return weights
+    mass = _over_rows(logits.softmax(-1).sum(1), rule.rank_by) * candidates
+    places = rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth
     least = rule.min_mass * q.shape[1]
-    return torch.where(_best(mass, places) & (mass > least), 0.0, -math.inf)
+    return _best(mass, places.round().int()) & (mass > least)
 
 
-def _drawn(
-    rule: PromptRule, mass: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
-) -> torch.Tensor:
-    """``[H, tiles, blocks]``: logs of the weights of a sample of ``places [H, tiles]``, or -inf."""
-    start = starts(rows[:, 0] // rule.tile)
-    kept, probability = sample(mass, places.clamp(min=1)[..., None], start)
-    weights = (-probability.log()).clamp(max=math.log(rule.cap))
-    return torch.where(kept & (places > 0)[..., None], weights, -math.inf)
-
-
-def _score(share: torch.Tensor, by: Score) -> torch.Tensor:
-    """``[H, tiles, blocks]``: what blocks count by their ``[H, G, tiles, rows, blocks]``."""
-    if by == "rms":
-        return share.pow(2).mean((1, 3)).sqrt()
-    if by == "head":
-        return share.amax((1, 3))
-    share = share.sum(1)
+def _over_rows(share: torch.Tensor, by: Literal["sum", "largest"]) -> torch.Tensor:
     return share.sum(2) if by == "sum" else share.amax(2)
 
 
@@ -290,7 +250,7 @@ def _logits(
         base = scale * (flat.float() @ vectors.centre[:, :blocks].mT) + math.log(sketch.keys)
         if rule.variance:
             base += pages.gain(flat[:, None], scale, sketch.keys)[:, 0, :, :blocks, 0]
-        x, largest = vectors.rest[:, :blocks], not (sketch.bits or sketch.first)
+        x, largest = vectors.rest[:, :blocks], sketch.bits == 0
         made = block_logits(flat, x, scale, base=base, largest=largest)
     return F.pad(made, (0, blocks - made.shape[-1])).unflatten(1, query.shape[1:4])
 

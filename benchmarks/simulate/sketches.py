@@ -21,7 +21,6 @@ class Sketch:
 
     Args:
         keys: keys whose mean is one vector.
-        first: whether the first of them stands for all in place of their mean.
         bits: bits a channel; 0 keeps the exact means.
         centred: whether the page's mean (bf16) is taken out first, and kept beside the vectors.
         basis: ``hadamard`` spreads large channels over the others; ``pairs`` divides each pair
@@ -35,7 +34,6 @@ class Sketch:
     centred: bool = True
     basis: Literal["hadamard", "pairs"] = "hadamard"
     scale: Literal["largest", "size"] = "largest"
-    first: bool = False
 
     def bytes_per_key(self, head_dim: int) -> float:
         """Bytes that are read for a key: levels, scales, the page's mean."""
@@ -50,7 +48,6 @@ SKETCHES = {
     "m2": Sketch(2, 0),
     "m4": Sketch(4, 0),
     "m16": Sketch(16, 0),
-    "k2": Sketch(2, 0, centred=False, first=True),
     "i4": Sketch(4, 4, centred=False),
     "p4": Sketch(4, 4),
     "p4x2": Sketch(2, 4),
@@ -62,7 +59,7 @@ SKETCHES = {
     "p2x1dr": Sketch(1, 2, basis="pairs", scale="size"),
     "p4x16dr": Sketch(16, 4, basis="pairs", scale="size"),
 }
-"""``i4`` is the sketch of 0.2.0; ``m*`` are exact means; ``k2`` is every second key."""
+"""``i4`` is the sketch of 0.2.0; ``m*`` are exact means."""
 
 
 class Vectors(NamedTuple):
@@ -110,10 +107,8 @@ class Pages:
         """The vectors of a sketch."""
         if ("vectors", name) not in self._made:
             centre = self.mean()
-            sketch = SKETCHES[name]
-            centre = centre if sketch.centred else torch.zeros_like(centre)
-            means = self._keys[:, :, :: sketch.keys] if sketch.first else self._means(sketch.keys)
-            rest = quantise(means.float() - centre[:, :, None], sketch)
+            centre = centre if SKETCHES[name].centred else torch.zeros_like(centre)
+            rest = quantise(self._means(SKETCHES[name].keys) - centre[:, :, None], SKETCHES[name])
             self._made["vectors", name] = Vectors(centre, rest)
         return self._made["vectors", name]
 

@@ -119,6 +119,7 @@ def _budgets() -> list[Variant]:
     rules = {
         "96 of 192 m16 tile 64": old,
         "96 of 192 m16 tile 64 last 64": replace(old, dense_last=64),
+        "48 of 192 m16": replace(old, blocks=48),
         "32 by p2dr": replace(one_step, blocks=32),
         "64 by p2dr": replace(one_step, blocks=64),
         "64 by p2dr last 64": replace(one_step, blocks=64, dense_last=64),
@@ -168,26 +169,6 @@ def _details() -> list[Variant]:
     return [Variant(f"64 by p2dr {name}", prompt=replace(base, **x)) for name, x in changes.items()]
 
 
-def _sampled() -> list[Variant]:
-    """Blocks that are drawn, an eighth of them no candidates; ranked by every second key too."""
-    old = PromptRule("m16")
-    drawn = replace(old, blocks=48, rank_by="rms", sampled=True, others=0.125)
-    half = replace(drawn, ranks="k2")
-    rules = {
-        "96 of 192 m16 tile 64": old,
-        "48 of 192 m16": replace(old, blocks=48),
-        "48 of 192 drawn": drawn,
-        "48 of 192 drawn, no others": replace(drawn, others=0.0),
-        "48 of 192 drawn, weights to 4": replace(drawn, cap=4.0),
-        "48 of 192 drawn, 16 rows": replace(drawn, rank_rows=16),
-        "48 of 192 drawn, half the keys": half,
-        "48 of 192 drawn, half the keys, 16 rows": replace(half, rank_rows=16),
-        "32 of 192 drawn, half the keys": replace(half, blocks=32),
-        "48 of 384 drawn, half the keys": replace(half, candidates=384),
-    }
-    return [Variant(name, prompt=rule) for name, rule in rules.items()]
-
-
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -195,5 +176,4 @@ SETS = {
     "budgets": _budgets(),
     "ranks": _ranks(),
     "details": _details(),
-    "sampled": _sampled(),
 }

@@ -122,7 +122,7 @@ class BudgetOptions:
         list[str] | None,
         typer.Option(
             help="block_topk:16, sink_window, sink_window:1024, window (no sinks), with settings: "
-            "block_topk:16,query_tile=1 or block_topk:48,drawn=1. Repeatable; dense always runs."
+            "block_topk:16,query_tile=1. Repeatable; dense always runs."
         ),
     ] = None
     arms: Annotated[

@@ -46,16 +46,12 @@ class AttentionRule:
         """The rule where gradients are asked for, which choosing by records has none of.
 
         Raises:
-            NotImplementedError: prompts choose by records too, or their blocks are drawn.
+            NotImplementedError: prompts choose by records too.
         """
         if self.policy.prefill.alignment:
             raise NotImplementedError(
                 "query_tile: gradients are not served where single tokens choose by records; set "
                 "it above 1"
-            )
-        if self.policy.prefill.drawn:
-            raise NotImplementedError(
-                "drawn: gradients are not served where blocks are drawn; leave it out"
             )
         return replace(self, as_prompts=True) if self.policy.decode.alignment else self
 
@@ -147,7 +143,7 @@ def block_indices(
         tile_of_row = position // policy.query_tile
         tile_of_row = tile_of_row - tile_of_row[0]
         chosen = torch.stack([rows[tile_of_row] for rows in per_request])  # [B, N, Hkv, top]
-        if policy.alignment or policy.drawn:  # entries of samples: the cells or blocks alone
+        if policy.alignment:  # entries of samples: the cells alone
             chosen = torch.where(chosen < 0, -1, chosen & ((1 << CELL_BITS) - 1))
         first, end = (block[:, None] for block in policy.local_range(position))
         sink = torch.arange(policy.sink_blocks, device=q.device)

@@ -130,10 +130,10 @@ def _describe_policy(policy: SelectionPolicy, mode: str) -> str:
             f"{policy.window_size} + {policy.top_k * policy.sel_block_size} tokens per KV head by "
             f"records of {policy.alignment}"
         )
-    sinks, how = policy.sink_blocks, "drawn blocks" if policy.drawn else "blocks"
+    sinks = policy.sink_blocks
     return (
         f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "
-        f"{policy.window_size} + {policy.top_k} {how} of {policy.sel_block_size} per KV head"
+        f"{policy.window_size} + {policy.top_k} blocks of {policy.sel_block_size} per KV head"
     )
 
 

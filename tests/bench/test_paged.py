@@ -15,7 +15,7 @@ from sparsek_backend.bench.ops.paged import (
     prefill_tiles,
     scoring_cost,
 )
-from sparsek_backend.bench.ops.paged_inputs import attend_tile, make_inputs, wrong_selection
+from sparsek_backend.bench.ops.paged_inputs import make_inputs, wrong_selection
 from sparsek_backend.bench.ops.paged_lists import Lists, make_lists
 from sparsek_backend.bench.registry import OURS, Case, Param, Provider, Unavailable
 from sparsek_backend.bench.spec import parse_spec
@@ -104,27 +104,6 @@ def test_prefill_by_lists_gates_beside_the_one_by_scores(dense_last: int) -> Non
     assert ours.note == by_list.note
     assert "attends" in ours.note
     assert ours.flops > by_list.flops, "a list costs no scoring"
-
-
-def test_prefill_by_drawn_blocks_gates_and_wrong_lists_do_not() -> None:
-    case = Case("t", parse_spec("q1k"), {**SMALL, "top_k": 8, "drawn": 1})
-    for provider in OPS["paged_prefill"].build(case, CPU):
-        if provider.name == OURS:
-            verdict = provider.gate(provider.prepare()())
-            assert verdict.passed, verdict.detail
-    inputs = make_inputs(case, CPU)
-    tile, policy = prefill_tiles(inputs)[-1], inputs.policy
-    first, last = policy.candidate_range(tile.positions[0])
-    entries = torch.arange(first, first + policy.scored_blocks)
-    weighed = entries + (torch.arange(policy.scored_blocks) << 21)
-    assert not wrong_selection(weighed, inputs, tile, policy)
-    assert "ascending" in wrong_selection(weighed.flip(0), inputs, tile, policy)
-    assert "ascending" in wrong_selection(weighed[:3], inputs, tile, policy)
-    assert "leave the candidates" in wrong_selection(weighed + last, inputs, tile, policy)
-    plain, weighted = (
-        attend_tile(inputs, tile, chosen, policy, torch.float64) for chosen in (entries, weighed)
-    )
-    assert not torch.allclose(plain, weighted)
 
 
 def test_there_are_lists_only_where_a_case_names_them() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -196,12 +196,6 @@ def test_masses_are_shares_of_the_context_or_of_all_cells(
         torch.testing.assert_close(out[head, :, 0], weights @ v[head], rtol=1e-3, atol=1e-4)
 
 
-def test_every_second_key_stands_for_two() -> None:
-    q, k, v = _draw(3, 256)
-    made = Pages(k, v).vectors("k2").logits(q) / math.sqrt(DIM)
-    torch.testing.assert_close(made.flatten(-2), _logits(q, k)[..., ::2], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("counts", ["rank", "sum", "tail"])
 def test_variance_counts_in_the_tail_only_where_it_is_asked_for(
     counts: Literal["rank", "sum", "tail"],
@@ -270,12 +264,7 @@ def test_bytes_of_a_record() -> None:
 PROMPT = PromptRule("m16", blocks=3, tile=32, candidates=6, window=64)
 
 
-DRAWN = replace(PROMPT, rank_by="rms", sampled=True, others=0.4)
-
-
-@pytest.mark.parametrize(
-    "rule", [PROMPT, replace(PROMPT, scores="p2dr", tile=64), PromptRule(), DRAWN]
-)
+@pytest.mark.parametrize("rule", [PROMPT, replace(PROMPT, scores="p2dr", tile=64), PromptRule()])
 def test_a_prompt_with_enough_blocks_is_dense(rule: PromptRule) -> None:
     drawn = _draw(1100, 1100)
     rule = replace(rule, blocks=20, candidates=20)
@@ -301,74 +290,6 @@ def test_a_prompts_tiles_attend_the_blocks_of_their_largest_masses(scores: str) 
         weights = logits[head].masked_fill(~keep, -math.inf).softmax(-1)
         torch.testing.assert_close(out[head][:, rows], weights @ v[head], rtol=1e-3, atol=1e-4)
     assert attended.item() < 1101 / 2
-
-
-@pytest.mark.parametrize("by", ["sum", "largest", "head", "rms"])
-def test_a_block_counts_its_masses_over_heads_and_rows(by: prompts.Score) -> None:
-    """With the probabilities of a sample as what blocks count."""
-    drawn = _draw(1100, 1100)
-    rule = replace(DRAWN, scores="all", others=0.0, rank_rows=32, rank_by=by)
-    ((weights, _, _),) = _attended_blocks(rule, drawn, [0.5])
-    logits = _logits(*drawn[:2]).masked_fill(torch.ones(1100, 1100).triu(1).bool(), -math.inf)
-    mass = logits.softmax(-1)[..., 992:1024, : 17 * 64].unflatten(-1, (-1, 64)).sum(-1)
-    mass = {
-        "sum": mass.sum((1, 2)),
-        "largest": mass.sum(1).amax(1),
-        "head": mass.amax((1, 2)),
-        "rms": mass.pow(2).mean((1, 2)).sqrt(),
-    }[by]
-    found = weights[:, 31, 1:14]  # the tile's window begins in block 14
-    _, share = decode.sample(mass[:, 1:14], 3, torch.full((HEADS,), 0.5))
-    there = found > -math.inf
-    assert (there.sum(-1) == 3).all()
-    torch.testing.assert_close(found[there], -share[there].log(), rtol=1e-4, atol=1e-4)
-
-
-def _attended_blocks(rule: PromptRule, drawn: Tensors, starts: Iterable[float]) -> list[Tensors]:
-    """For each start: logs of weights, what is attended and the logs of its sums of exps."""
-    found = []
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: torch.Tensor, tile: int,
-               start: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        out, lse = blocks.attend_blocks(q, k, v, weights, tile, start)
-        found.append((weights, out, lse))
-        return out, lse
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "attend_blocks", attend)
-        for start in starts:
-            patch.setattr(prompts, "starts", lambda tile, at=start: torch.full(tile.shape, at))
-            prompts.attend(rule, *drawn)
-    return found
-
-
-@pytest.mark.parametrize("how", ["all", "m16", "m16 and others"])
-def test_drawn_blocks_are_right_in_the_mean_over_starts(how: str) -> None:
-    """Sums of weights and of weighted values are dense ones, where each block may be drawn."""
-    q, k, v = _draw(1100, 1100)
-    q = q / 8  # no block matters so little that few starts keep it
-    rule = replace(DRAWN, scores=how[:3], others=0.4 * (how == "m16 and others"))
-    found = _attended_blocks(rule, (q, k, v), [(i + 0.5) / 200 for i in range(200)])
-    weights = torch.stack([weights for weights, _, _ in found])
-    tile = torch.arange(weights.shape[2])
-    between = (tile // 2 - 2).clamp(min=0)
-    always = torch.minimum(tile // 2 + 1, torch.tensor(3))  # sinks, window and the tile's own
-    least = torch.minimum(between, torch.tensor(3))
-    assert ((weights > -math.inf).sum(-1) == always + least).all()
-    assert (weights[..., 0] == 0).all()
-    assert (weights[:, :, 31, 14:16] == 0).all()
-    drawn = weights[:, :, 31, 1:14]
-    assert ((drawn > 0) & (drawn < math.inf)).any()
-    logits = _logits(q, k).masked_fill(torch.ones(1100, 1100).triu(1).bool(), -math.inf)
-    total = torch.stack([lse for _, _, lse in found])[..., :1100].exp()
-    values = torch.stack([out for _, out, _ in found])[..., :1100, :] * total[..., None]
-    share = total.mean(0) / logits.exp().sum(-1)
-    apart = values.mean(0) / logits.exp().sum(-1)[..., None] - _dense(q, k, v)
-    if how == "m16":
-        assert (share[..., 992:1024] < 0.9).all()
-    else:
-        torch.testing.assert_close(share, torch.ones_like(share), rtol=0.05, atol=0)
-        assert apart.abs().max() < 0.05
 
 
 def test_a_mass_too_small_is_left_out() -> None:
@@ -435,8 +356,6 @@ def test_spread_and_the_largest_share_change_what_is_named() -> None:
         {"name_by": "largest"},
         {"name_stride": 16},
         {"rank_by": "sum"},
-        {"rank_by": "rms"},
-        {"rank_by": "head"},
     ):
         assert not torch.allclose(prompts.attend(replace(rule, **other), *drawn)[0], plain)
 
@@ -472,11 +391,10 @@ def test_the_kernel_of_block_logits_is_plain_torch(vectors: int, how: str) -> No
 def test_the_kernel_of_chosen_blocks_is_plain_torch(tile: int, start: int) -> None:
     q, k, v = _draw(128, start + 100)
     tiles, count = 128 // tile, -(-(start + 100) // 64)
-    weights = torch.where(torch.rand(HEADS, tiles, count) < 0.4, 0.0, -math.inf)
-    weights += 3 * torch.rand(HEADS, tiles, count)
-    weights[:, :, 0] = 0
-    expected = blocks.attend_blocks(q, k, v, weights, tile, start)
-    found = blocks.launch_attend_blocks(q, k, v, weights, tile, start)
+    chosen = torch.rand(HEADS, tiles, count) < 0.4
+    chosen[:, :, 0] = True
+    expected = blocks.attend_blocks(q, k, v, chosen, tile, start)
+    found = blocks.launch_attend_blocks(q, k, v, chosen, tile, start)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -545,10 +463,6 @@ def test_sketches_cost_half_and_tails_a_key_for_each_block() -> None:
         (lambda: PromptRule("m16", tail="exact"), "tail: expected a sketch or one of"),
         (lambda: PromptRule("m16", name_stride=3), "name_stride: expected one in the tile"),
         (lambda: PromptRule("m16", tile=96), "a tile in 4096"),
-        (lambda: PromptRule("m16", sampled=True, tail="page"), "sampled: expected neither tail"),
-        (lambda: PromptRule("m16", sampled=True, min_mass=0.1), "sampled: expected neither tail"),
-        (lambda: PromptRule("all", sampled=True, others=0.4), "others: expected a sample"),
-        (lambda: PromptRule("m16", others=0.4), "others: expected a sample"),
         (lambda: _decoded(DecodeRule("p4", window=0), _draw(200, 700)), "reaches the prompt"),
     ],
 )

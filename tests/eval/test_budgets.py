@@ -23,7 +23,6 @@ def test_modes_and_sizes() -> None:
     assert (window.num_sink, window.window_size, window.top_k) == (0, 256, 0)
     sinks = parse_budget("sink_window").policy().prefill
     assert (sinks.num_sink, sinks.window_size, sinks.dense_below) == (4, 512, 0)
-    assert parse_budget("block_topk:48,drawn=1").policy().prefill.drawn
     tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy().prefill
     assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == (2048, 1)
     learned = parse_budget("pattern:8,pattern=/a/file").config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +143,6 @@ def test_a_single_query_with_gradients_attends_as_a_prompt_does() -> None:
     of_tokens = topk.AttentionRule(StepPolicy(policy.decode, policy.decode), 0.25, None)
     with pytest.raises(NotImplementedError, match="query_tile: gradients are not served"):
         sequences.attend(q, k, v, of_tokens)
-    drawn = replace(policy, prefill=replace(policy.prefill, top_k=4, drawn=True))
-    with pytest.raises(NotImplementedError, match="drawn: gradients are not served"):
-        sequences.attend(q, k, v, topk.AttentionRule(drawn, 0.25, None))
 
 
 def test_generation_selects_per_token() -> None:

@@ -41,19 +41,6 @@ def test_defaults() -> None:
     assert set(resolved.sources.values()) == {"defaults"}
 
 
-def test_prompts_draw_blocks_where_the_settings_say_so() -> None:
-    policy = resolve_config({"top_k": 48}, {"SPARSEK_DRAWN": "1"}).config.policy_for(0)
-    assert policy.prefill.drawn
-    assert policy.prefill.top_k == 48
-    assert not policy.decode.drawn
-    alone = resolve_config({"drawn": True, "query_tile": 1}, {}).config.policy_for(0)
-    assert not alone.prefill.drawn
-    with pytest.raises(ConfigError, match=r"drawn \(from the budget\): expected top_k from 3"):
-        resolve_config({"drawn": True, "top_k": 2}, {}, source="the budget")
-    with pytest.raises(ConfigError, match=r"drawn .* has no effect in mode 'sink_window'"):
-        resolve_config({"drawn": True, "mode": "sink_window"}, {})
-
-
 def test_every_source_and_its_priority() -> None:
     environ = {"SPARSEK_TOP_K": "16", "SPARSEK_WINDOW_SIZE": "256", "HOME": "/", "SPARSEK_MODE": ""}
     resolved = resolve_config({"top_k": 8}, environ, INFLLM)

@@ -30,11 +30,8 @@ SAMPLE_STRIDE, MOST_SAMPLES = 4, 16
 RANKING_STRIDE, MOST_RANKING = 2, 32
 """Sampling stride and cap of the queries that weigh candidates by their real keys."""
 
-CANDIDATES, DRAWN_CANDIDATES = 2, 4
-"""Blocks of a tile that are weighed by their real keys, for each slot: of the best, of a sample."""
-
-OTHERS = 8
-"""Of so many places of a drawn tile one is for blocks that are no candidates."""
+CANDIDATES = 2
+"""Blocks of a tile that are weighed by their real keys, for each slot."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
@@ -78,8 +75,6 @@ class SelectionPolicy:
             segments before the token's own, at least one.  The new tokens of a request then share a
             selection: the first of them decides which blocks compete, and whether all see
             everything.  0: sinks and window end with blocks.
-        drawn: whether the blocks of a tile of several queries are a sample with weights
-            (``sample.py``), not the best ones.
     """
 
     num_sink: int = 0
@@ -90,7 +85,6 @@ class SelectionPolicy:
     dense_last: int = 0
     query_tile: int = 64
     alignment: int = 0
-    drawn: bool = False
 
     def __post_init__(self) -> None:
         lowest = dict.fromkeys(("num_sink", "top_k", "dense_below", "dense_last", "alignment"), 0)
@@ -109,13 +103,6 @@ class SelectionPolicy:
             self._check_alignment()
         elif not isinstance(size, int) or size < CELL_SIZE or size % CELL_SIZE:
             raise ValueError(f"sel_block_size: expected a multiple of {CELL_SIZE}, got {size!r}")
-        if self.drawn and (
-            self.query_tile == 1 or self.scored_blocks < 2 or self.top_k > MOST_CELLS
-        ):
-            raise ValueError(
-                f"drawn: expected False, or query_tile > 1 and top_k for 2 to {MOST_CELLS} blocks "
-                f"that compete, got query_tile={self.query_tile} and top_k={self.top_k}"
-            )
 
     def _check_alignment(self) -> None:
         alignment, size = self.alignment, self.sel_block_size
@@ -151,7 +138,6 @@ class SelectionPolicy:
             top_k=own * self.sel_block_size // sel_block_size if self.selects_blocks else 0,
             query_tile=1,
             dense_last=0,
-            drawn=False,
         )
 
     def by_records(self, tokens: int) -> SelectionPolicy:
@@ -173,7 +159,6 @@ class SelectionPolicy:
             query_tile=1,
             dense_last=0,
             alignment=SEGMENT,
-            drawn=False,
         )
 
     @property
@@ -199,14 +184,7 @@ class SelectionPolicy:
     @property
     def listed_blocks(self) -> int:
         """Most blocks of a tile that are ranked exactly; a single token's are not."""
-        if self.query_tile == 1:
-            return 0
-        return (DRAWN_CANDIDATES if self.drawn else CANDIDATES) * self.scored_blocks
-
-    @property
-    def other_blocks(self) -> int:
-        """Places of a drawn tile for blocks that are no candidates, where there are as many."""
-        return ceil_div(self.scored_blocks, OTHERS) if self.drawn else 0
+        return CANDIDATES * self.scored_blocks if self.query_tile > 1 else 0
 
     @property
     def is_dense(self) -> bool:
@@ -317,7 +295,7 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions, first: Positions | None = None) -> Positions:
         """Keys that the query at ``position`` attends: a function of positions alone.
 
-        Where blocks are drawn as many at most: a sample may leave places over.
+        With an alignment as many at most: a sample may leave places over.
         Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
 
         Args:

@@ -7,8 +7,6 @@ Each half, and each indexer, has its own; this is the whole.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from sparsek_kernels.paged.attend.reference import (
@@ -16,7 +14,6 @@ from sparsek_kernels.paged.attend.reference import (
     attend_reference,
     gather_sequence,
     list_logs,
-    logs_reference,
     visible_reference,
 )
 from sparsek_kernels.paged.batch import PagedBatch
@@ -35,9 +32,7 @@ from sparsek_kernels.paged.index.seer.reference import gate_scores_reference, se
 from sparsek_kernels.paged.index.two_step.reference import (
     candidates_reference,
     exact_masses_reference,
-    head_masses_reference,
     ranking_queries,
-    sample_blocks_reference,
     sampled_queries,
     tile_scores_reference,
 )
@@ -53,15 +48,12 @@ __all__ = [
     "exact_masses_reference",
     "gate_scores_reference",
     "gather_sequence",
-    "head_masses_reference",
     "kernel_shares_reference",
     "list_logs",
     "listed_reference",
-    "logs_reference",
     "means_reference",
     "paged_attention_reference",
     "ranking_queries",
-    "sample_blocks_reference",
     "sampled_queries",
     "select_blocks_reference",
     "select_infllm_reference",
@@ -85,16 +77,14 @@ def select_blocks_reference(
         k: ``[N, Hkv, D]``.
 
     Returns:
-        For each KV head, ascending block indices, or the entries of its list where blocks are
-        drawn; ``None`` where the tile sees everything.
+        For each KV head, ascending block indices, or with an alignment the entries of its list;
+        ``None`` where the tile sees everything.
     """
     if policy.alignment:
         found = choose_reference(q, k[: positions[-1] + 1], positions[0], policy, softmax_scale)
         return None if found is None else found.entries
     if policy.sees_all(positions[0]):
         return None
-    if policy.drawn:
-        return sample_blocks_reference(q, k, positions, policy, softmax_scale)
     listed = candidates_reference(q, k, positions, policy, softmax_scale)
     scores = exact_masses_reference(q, k, positions, listed, policy, softmax_scale).amax(0)
     return [
@@ -207,9 +197,8 @@ def paged_attention_reference(
                 seen = whole[row].expand(1, k.shape[1], -1)
                 out[one] = attend_reference(q[one], k, v, seen, scale, sinks)
             continue
-        logs = logs_reference(q[begin:end], k, positions, rule, scale, select)
+        visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
         for row in exempt:
-            logs[row] = torch.where(whole[row], 0.0, -math.inf)
-        visible = logs > -math.inf
-        out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks, logs)
+            visible[row] = whole[row]
+        out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)
     return out

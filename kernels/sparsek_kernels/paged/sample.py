@@ -1,14 +1,11 @@
-"""A sample of cells or blocks: what is kept, with what weight, and the entries of a list.
+"""A sample of cells: how many of each key are kept, with what weight, and the entries of a list.
 
-The rule is docs/selection.md, "By records" and "Drawn blocks".  A list's *entry* is a cell, or a
-block, and the log of its weight: ``cell + (steps << CELL_BITS)``, with a weight of
-``2 ** (steps / STEPS)``.  So a cell's number alone is an entry of weight 1.  Places that are not
-filled hold -1.
+The rule is docs/selection.md, "By records".  A list's *entry* is a cell and the log of its weight:
+``cell + (steps << CELL_BITS)``, with a weight of ``2 ** (steps / STEPS)``.  So a cell's number
+alone is an entry of weight 1.  Places that are not filled hold -1.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -24,27 +21,20 @@ MOST_CELLS = (1 << (31 - WHOLE_BITS)) - 1
 """Places of a list at most, so that sums of probabilities are 32-bit integers."""
 SPREAD = 0x9E3779B1
 """The golden ratio, of ``2 ** 32``: multiples of it are spread evenly."""
-KEYS = 64
-"""Keys of scores, each a quarter of an octave."""
-LEAST = 2.0**-48
-"""What a block's score counts at least."""
-MOST_STEPS = STEPS * WHOLE_BITS
-"""Of a block's weight, so that every block may be drawn."""
 
 
 def start_of(position: int) -> int:
     """What a running sum of probabilities starts from, of ``2 ** WHOLE_BITS``: spread evenly.
 
-    ``position`` is of the first token that chooses, or the number of a tile.
+    ``position`` is of the first token that chooses.
     """
     return (position * SPREAD & 0xFFFFFFFF) >> (32 - WHOLE_BITS)
 
 
-def weight_steps(counts: torch.Tensor, places: int | torch.Tensor) -> torch.Tensor:
+def weight_steps(counts: torch.Tensor, places: int) -> torch.Tensor:
     """Steps ``[..., KEYS]`` int32 of the weights of cells of each key.
 
-    ``counts [..., KEYS]`` are how many there are of each: at least ``places`` for them, a number or
-    ``[..., 1]``, in all.
+    ``counts [..., KEYS]`` are how many there are of each: more in all than ``places`` for them.
     """
     keys = torch.arange(counts.shape[-1])
     sizes = (keys.double() / 4.0).exp2()
@@ -82,34 +72,3 @@ def sample_cells(keys: torch.Tensor, counts: torch.Tensor, places: int, start: i
     found = cell + (steps[keys[:, order]].flatten().long() << CELL_BITS)
     entries[place[kept]] = found[kept].int()
     return entries
-
-
-def read_entries(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cells, or blocks, of entries int64, and natural logs of their weights; 0 and -inf of -1."""
-    steps = (entries >> CELL_BITS).double()
-    logs = torch.where(entries < 0, -math.inf, steps * (math.log(2.0) / STEPS)).float()
-    return (entries & ((1 << CELL_BITS) - 1)).where(entries >= 0, 0), logs
-
-
-def sample_blocks(
-    scores: torch.Tensor, there: torch.Tensor, places: torch.Tensor, start: torch.Tensor
-) -> torch.Tensor:
-    """Steps ``[..., n]`` int64 of the weights of the blocks that are drawn; -1 for all others.
-
-    Args:
-        scores: ``[..., n]`` float32.
-        there: ``[..., n]`` bool, the blocks that compete.
-        places: ``[..., 1]``, not more than there are of these.
-        start: ``[..., 1]``, :func:`start_of` the tiles.
-    """
-    quarters = scores.where(scores > LEAST, LEAST).view(torch.int32) >> 21
-    quarters = quarters.masked_fill(~there, 0)
-    keys = (KEYS - 1 - quarters.amax(-1, keepdim=True) + quarters).clamp(min=0).long()
-    counts = keys.new_zeros((*keys.shape[:-1], KEYS)).scatter_add_(-1, keys, there.long())
-    steps = weight_steps(counts, places).clamp(max=MOST_STEPS).long()
-    steps = torch.where(there.sum(-1, keepdim=True) > places, steps, 0).gather(-1, keys)
-    each = probabilities(steps).long().masked_fill(~there, 0)
-    until = each.cumsum(-1) + start
-    place = (until - each) >> WHOLE_BITS
-    drawn = ((until >> WHOLE_BITS) > place) & (place < places)
-    return steps.masked_fill(~drawn, -1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
@@ -19,10 +17,9 @@ from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import (
     exact_masses_reference,
-    logs_reference,
     tile_scores_reference,
+    visible_reference,
 )
-from sparsek_kernels.paged.sample import CELL_BITS
 
 DEFAULTS: dict[str, Param] = {
     "num_heads": 32,
@@ -37,7 +34,6 @@ DEFAULTS: dict[str, Param] = {
     "query_tile": 64,
     "dense_below": 0,
     "dense_last": 0,
-    "drawn": 0,
     "max_len": 0,
     "seed": 0,
 }
@@ -152,7 +148,7 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     Random keys give every head a selection of its own: no block is shared by luck.
     """
     sizes: dict[str, Any] = {name: case.int_param(name) for name in _POLICY_SIZES}
-    policy = SelectionPolicy(**sizes, drawn=bool(case.int_param("drawn")))
+    policy = SelectionPolicy(**sizes)
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
     counts = [ceil_div(length, page) for length in case.spec.seq_lens]
     generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
@@ -195,24 +191,13 @@ masses are shares of lists that may differ by these."""
 def wrong_selection(
     chosen: torch.Tensor, inputs: PagedInputs, tile: Tile, policy: SelectionPolicy
 ) -> str:
-    """Why a tile's chosen blocks do not follow the rule, or an empty string.
-
-    Of drawn blocks it says whether they are of those that compete: one near tie changes all draws
-    behind it.
-    """
+    """Why a tile's chosen blocks do not follow the rule, or an empty string."""
     first, last = policy.candidate_range(tile.positions[0])
     blocks = chosen[chosen >= 0]
-    if policy.drawn:
-        blocks = blocks % (1 << CELL_BITS)
-        few = blocks.numel() < policy.scored_blocks - 2
-        if few or bool((blocks.diff() <= 0).any()):
-            return f"{blocks.tolist()} are not about {policy.scored_blocks} ascending blocks"
-    elif not policy.scored_blocks == blocks.numel() == len(set(blocks.tolist())):
+    if not policy.scored_blocks == blocks.numel() == len(set(blocks.tolist())):
         return f"{blocks.tolist()} are not {policy.scored_blocks} distinct blocks"
     if blocks.numel() and (int(blocks.min()) < first or int(blocks.max()) >= last):
         return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
-    if policy.drawn:
-        return ""
     blocks = blocks.to(inputs.q.device)
     of_tile = inputs.of_tile(tile)
     with inputs.q.device:
@@ -257,24 +242,15 @@ def attend_tile(
     policy: SelectionPolicy,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Attention of one tile over sinks, chosen and local blocks in `dtype`: [rows, G, D].
-
-    Logs of weights are two more channels of the keys, which queries have as ones.
-    """
+    """Attention of one tile over sinks, chosen and local blocks in `dtype`: [rows, G, D]."""
     q, k, positions = inputs.of_tile(tile)
     _, v = inputs.keys_of(tile.request, tile.head)
     listed, scale = [chosen[chosen >= 0].tolist()], inputs.softmax_scale
     with q.device:
-        logs = logs_reference(q, k, positions, policy, scale, lambda *_: listed)[:, 0]
-    every, outputs = MaskRule(causal=False), []
-    for row, log in zip(q, logs, strict=True):
-        seen = log > -math.inf
-        keys, values = k[seen, 0], v[seen]
-        if policy.drawn:
-            log = log[seen, None] / scale
-            high = log.to(keys.dtype)
-            keys = torch.cat([keys, high, (log - high).to(keys.dtype)], dim=-1)
-            row, values = F.pad(row, (0, 2), value=1.0), F.pad(values, (0, 2))
-        head = attend_head(row[None], keys, values, every, dtype=dtype, softmax_scale=scale)
-        outputs.append(head[0][..., : v.shape[-1]])
+        visible = visible_reference(q, k, positions, policy, scale, lambda *_: listed)[:, 0]
+    every = MaskRule(causal=False)
+    outputs = [
+        attend_head(row[None], k[seen, 0], v[seen], every, dtype=dtype, softmax_scale=scale)[0]
+        for row, seen in zip(q, visible, strict=True)
+    ]
     return torch.cat(outputs)

@@ -82,16 +82,6 @@ def _total(x: torch.Tensor, axis: int | None) -> torch.Tensor:
     return found.to(torch.int32) if x.dtype == torch.bool else found.to(x.dtype)
 
 
-def _running_sum(x: Value, axis: int = 0, reverse: bool = False) -> Value:
-    given = x.data.flip(axis) if reverse else x.data
-    found = given.cumsum(axis).to(x.dtype)
-    return Value(found.flip(axis) if reverse else found)
-
-
-def _histogram(x: Value, bins: int, mask: Value) -> Value:
-    return Value(torch.bincount(x.data[mask.data], minlength=bins).to(torch.int32))
-
-
 def _reduce(given: Value | tuple[Value, ...], axis: int, combine: Any) -> Any:
     """Halves are combined until one is left: sizes are powers of two."""
     parts = given if isinstance(given, tuple) else (given,)
@@ -151,9 +141,7 @@ class Language:
             sum=_axis(_total),
             reduce=_reduce,
             gather=lambda x, index, axis: Value(x.data.gather(axis, index.data.long())),
-            cumsum=_running_sum,
-            histogram=_histogram,
-            ceil=lambda x: Value(x.data.ceil()),
+            cumsum=lambda x, axis=0: Value(x.data.cumsum(axis).to(x.dtype)),
             exp2=lambda x: Value(torch.exp2(x.data)),
             log=lambda x: Value(torch.log(x.data)),
             log2=lambda x: Value(torch.log2(x.data)),

@@ -145,8 +145,6 @@ def test_any_selection_equals_oracle(data: st.DataObject) -> None:
         dense_below=data.draw(st.sampled_from([0, 100])),
         query_tile=data.draw(st.integers(2, 300)),
     )
-    if policy.scored_blocks > 1:
-        policy = replace(policy, drawn=data.draw(st.booleans()))
     group = data.draw(st.sampled_from([1, 3, 4, 7]))
     case = make_case(lengths, queries, 0, heads=group * kv_heads, kv_heads=kv_heads, page_size=page)
     check_selection(case, queries, 0, policy)

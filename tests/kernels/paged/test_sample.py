@@ -15,8 +15,9 @@ from sparsek_kernels.paged.index.page_records.reference import (
     draw_reference,
     key_reference,
     list_error,
+    start_reference,
+    threshold_reference,
 )
-from sparsek_kernels.paged.index.reference import start_reference, threshold_reference
 from sparsek_kernels.paged.sample import (
     CELL_BITS,
     STEPS,

@@ -385,31 +385,6 @@ def cell_launches(
     return seen
 
 
-def drawn_launches(
-    arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
-) -> list[Recorded]:
-    """What draws blocks of prompts and attends them, by every GPU's kernels and by Hopper's."""
-    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=48, drawn=True)
-    problem = make_problem(
-        [(2304, 2400)],
-        heads=8,
-        group=group,
-        dim=head_dim,
-        page_size=64,
-        dtype=dtype,
-        max_seq_len=131072,
-        cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
-    )
-    operands = problem.operands(torch.empty_like(problem.q))
-    step = functools.partial(attend_phases, operands, problem.batch, policy)
-    with hopper_kernels(False):
-        seen = record(step, arch, 132)
-    with hopper_kernels(True):
-        seen += [r for r in record(step, arch, 132) if r.name in HOPPER]
-    drawn = ("rank_blocks_kernel", "attend_kernel", "attend_hopper_kernel")
-    return [launched for launched in seen if launched.name in drawn]
-
-
 def choice_launches(
     arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool, queries: list[int]
 ) -> list[Recorded]:
@@ -460,7 +435,6 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--cells", action="store_true")
-    parser.add_argument("--drawn", action="store_true")
     parser.add_argument("--choice", type=int, nargs="+", help="tokens of requests that choose")
     parser.add_argument("--indexer", choices=["infllm", "seer"])
     parser.add_argument("--each", action="store_true", help="compile by each line of the input")
@@ -474,8 +448,6 @@ def compile_all(args: argparse.Namespace) -> None:
         seen = sharded_launches(args.arch)
     elif args.cells:
         seen = cell_launches(*shape, args.fp8_cache)
-    elif args.drawn:
-        seen = drawn_launches(*shape, args.fp8_cache)
     elif args.choice:
         seen = choice_launches(*shape, args.fp8_cache, args.choice)
     elif args.indexer:

@@ -18,7 +18,6 @@ from sparsek_kernels.paged.reference import (
     select_blocks_reference,
     tile_scores_reference,
 )
-from sparsek_kernels.paged.sample import CELL_BITS
 from tests.kernels.launched import run_launched, write_launched
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -208,37 +207,6 @@ class Chosen:
         return float(score[mine].min()) >= (1 - slack) * float(score[rest].max())
 
 
-class Drawn(Chosen):
-    """The kernels' samples of prefills' blocks, each of blocks that compete, in order.
-
-    That scores draw these is held to the rule where candidates are given (``test_drawn``): near
-    ties of candidates change all draws behind them.
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        positions: list[int],
-        policy: SelectionPolicy,
-        softmax_scale: float,
-    ) -> list[list[int]] | None:
-        found = next(self._tiles)
-        if policy.sees_all(positions[0]):
-            assert (found == -1).all()
-            return None
-        lists: list[list[int]] = found.tolist()
-        competing = range(*policy.candidate_range(positions[0]))
-        for entries in lists:
-            filled = [entry for entry in entries if entry >= 0]
-            assert len(entries) == policy.scored_blocks
-            assert entries == filled + [-1] * (len(entries) - len(filled))
-            assert len(entries) - len(filled) <= 2  # of each kind one place at most
-            blocks = [entry % (1 << CELL_BITS) for entry in filled]
-            assert blocks == sorted(set(blocks) & set(competing))
-        return lists
-
-
 def without_records(policy: SelectionPolicy) -> StepPolicy:
     """The policy of prompts; decoded tokens attend everything where these select blocks."""
     if not policy.selects_blocks:
@@ -256,8 +224,7 @@ def check(problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None 
     rule = without_records(policy)
     got = attend(problem, rule, sinks).double().cpu()
     prefills = problem.batch.num_prefills > 0
-    kind = Drawn if policy.drawn else Chosen
-    chosen = kind(problem, rule) if policy.selects_blocks and prefills else None
+    chosen = Chosen(problem, rule) if policy.selects_blocks and prefills else None
     want = expected(problem, rule, sinks, chosen)
     assert got.isfinite().all()
     error = (got - want).abs().max().item()

@@ -137,27 +137,6 @@ def test_attention_over_cells_compiles(
 
 
 @pytest.mark.parametrize(
-    ("arch", "options"),
-    [
-        (80, ("--head-dim", "64", "--group", "8")),
-        (90, ()),
-        (90, ("--head-dim", "64", "--group", "8", "--skip", "attend_kernel")),
-        (90, ("--fp8-cache",)),
-        (100, ()),
-    ],
-    ids=["sm80-d64", "sm90", "sm90-d64", "sm90-fp8", "sm100"],
-)
-def test_drawn_blocks_compile(arch: int, options: tuple[str, ...], compiled: Compiled) -> None:
-    rows = compiled(arch, "--drawn", *options)
-    names = {"rank_blocks_kernel", "attend_kernel"}
-    names |= {"attend_hopper_kernel"} if arch == 90 and "--fp8-cache" not in options else set()
-    assert {row["kernel"] for row in rows} == names - {*options}
-    for row in rows:
-        assert row["stack"] <= (224 if "--fp8-cache" in options else 160), row
-        assert row["shared"] <= SHARED[arch], row
-
-
-@pytest.mark.parametrize(
     ("arch", "tokens", "options", "kernels"),
     [
         (80, (1,), ("--head-dim", "64", "--group", "8"), CHOICE | ON_MATRIX_UNITS),

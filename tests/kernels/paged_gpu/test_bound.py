@@ -52,7 +52,6 @@ WRITTEN = {
         *("parts", "scores", "candidates", "masses of lists"),
     },
 }
-WRITTEN["two steps, drawn"] = WRITTEN["two steps"]
 """Scratch of each rule; a dtype behind its name is left out."""
 RULES = dict.fromkeys(
     ("infllm", "seer"),
@@ -63,7 +62,6 @@ RULES |= dict.fromkeys(
     SelectionPolicy(num_sink=64, window_size=64, top_k=3).by_records(64),
 )
 RULES["two steps"] = replace(RULES["infllm"], query_tile=64)
-RULES["two steps, drawn"] = replace(RULES["two steps"], top_k=5, drawn=True)
 RULES["two steps on Hopper"] = SelectionPolicy(num_sink=64, window_size=64, top_k=3, query_tile=64)
 GPU = {"records by matrix units", "two steps on Hopper"}
 
@@ -130,8 +128,7 @@ def test_scores_end_with_their_row(name: str, monkeypatch: pytest.MonkeyPatch) -
             assert (space[:used] != UNUSED).any(), of
             assert (space[used:] == UNUSED).all(), of
     cells = 1
-    if name.startswith("records") or RULES[name].drawn:
+    if name.startswith("records"):
         assert (chosen[..., 0] >= 0).all()
-        chosen = chosen[chosen >= 0] & ((1 << CELL_BITS) - 1)
-        cells = 1 if RULES[name].drawn else 32
+        chosen, cells = chosen[chosen >= 0] & ((1 << CELL_BITS) - 1), 32
     assert ((chosen > 0) & (chosen < WIDTH * cells)).all()

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import oracle_check
 import pytest
-import test_drawn
 import torch
 from problems import Problem, make_problem, phases
 
@@ -111,25 +110,6 @@ def test_many_short_items_for_each_program(dim: int, ran: Counter[str]) -> None:
     )
     oracle_check.check(problem, replace(TOP_K, window_size=65, top_k=1))
     assert ran["attend_hopper"] == 1
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"num_sink": 0, "window_size": 1}, {"query_tile": 128, "top_k": 9}], ids=str
-)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_drawn_blocks(dim: int, changes: dict[str, int], ran: Counter[str]) -> None:
-    policy = replace(TOP_K, **{"window_size": 65, "drawn": True, **changes})
-    oracle_check.check(step(dim=dim), policy)
-    assert set(ran) == ALL
-
-
-def test_lists_of_drawn_blocks_may_be_empty(ran: Counter[str]) -> None:
-    problem = make_problem(
-        [(200, 1300), (63, 700)], group=4, dim=128, dtype=torch.bfloat16, device="cuda"
-    )
-    policy = replace(TOP_K, num_sink=0, window_size=1, drawn=True)
-    test_drawn.attended_without_blocks(problem, policy)
-    assert set(ran) == {"attend_hopper"}
 
 
 def test_learned_sinks(ran: Counter[str]) -> None:

@@ -9,7 +9,6 @@ import torch
 from hardware import simulated
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged.index.launch import Scores
 from sparsek_kernels.paged.index.problem import Selection, Step
 from sparsek_kernels.paged.index.two_step import launch_probabilities
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -152,8 +151,7 @@ def check(case: Case, dtype: torch.dtype, tolerance: float, whole: bool = False)
     for step in (Step(0, half), Step(half, len(tiles) - half)):  # scratch is used again
         if step.count:
             # A kernel that finds candidates comes before, and waits for the step that is ranked.
-            unused = Scores(torch.empty(0, device=DEVICE), (0, 0, 0))
-            launch_probabilities.rank_blocks(call, step, given[step.first :].clone(), unused)
+            launch_probabilities.rank_blocks(call, step, given[step.first :].clone())
     offsets, ranked = problem.batch.cu_seqlens_q.tolist(), 0
     for index, (request, base, positions) in enumerate(tiles):
         if not positions:

@@ -50,7 +50,6 @@ POLICIES = {
     "dense": SelectionPolicy(),
     "window": SelectionPolicy(num_sink=4, window_size=300),
     "topk": TOP_K,
-    "drawn": replace(TOP_K, drawn=True),
 }
 STREAM = 77
 SCRATCH = ("size", "align")

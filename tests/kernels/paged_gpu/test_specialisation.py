@@ -34,7 +34,6 @@ from tests.kernels.paged.gate_cases import make_gates
 PROMPT = (1024, 2400)
 POLICIES = {
     "topk": SelectionPolicy(num_sink=64, window_size=512, top_k=8, dense_last=64),
-    "drawn": SelectionPolicy(num_sink=64, window_size=512, top_k=8, dense_last=64, drawn=True),
     "window": SelectionPolicy(num_sink=4, window_size=300),
 }
 

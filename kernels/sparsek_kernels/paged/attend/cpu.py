@@ -20,7 +20,6 @@ from sparsek_kernels.paged.merge import merge_shards
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.sample import read_entries
 
 _DENSE_ROWS = 512
 """Queries that a dense prefill with a prefix handles at once: bounds its mask."""
@@ -80,12 +79,6 @@ def attend_tiles(
         sinks = None if operands.sinks is None else operands.sinks.view(lse.shape[1:])
         return merge_shards(out[None], lse[None], sinks).to(q.dtype).unsqueeze(3)
     selected = None if chosen is None else chosen.indices.long()
-    bias = group.bias_as(q.dtype)
-    if selected is not None and policy.drawn:
-        selected, logs = read_entries(selected)
-        bias = logs.repeat_interleave(policy.sel_block_size, -1).unsqueeze(2)
-        bias = F.pad(bias, (0, group.num_keys - bias.shape[-1]))
-        bias = bias if group.bias is None else bias + group.bias
     joined = join_kv(operands.k_cache, operands.v_cache)
     caches = (operands.k_cache, operands.v_cache) if joined is None else (joined,)
     gathered = []
@@ -97,7 +90,7 @@ def attend_tiles(
             rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
         gathered.append(rows)
     k, v = gathered if joined is None else gathered[0].chunk(2, dim=-1)
-    return _sdpa(q, k, v, bias, operands.softmax_scale, operands.sinks)
+    return _sdpa(q, k, v, group.bias_as(q.dtype), operands.softmax_scale, operands.sinks)
 
 
 def attend_dense(

@@ -12,7 +12,7 @@ from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.sample import read_entries
+from sparsek_kernels.paged.sample import CELL_BITS, STEPS
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys, ``[T, Hkv, G, Dv]``, 0 for a token that sees none of them, and its
@@ -60,14 +60,15 @@ def attend_blocks(
     """
     size, heads = rule.sel_block_size, q.shape[1]
     blocks, selected = group.forced.expand(-1, heads, -1), None
-    logs = torch.zeros(blocks.shape)  # of weights
+    steps = torch.zeros_like(blocks)  # of the logs of weights
     if chosen is not None:
-        selected, chosen_logs = read_entries(chosen.indices.long())
+        entries = chosen.indices.long()
+        selected = (entries & ((1 << CELL_BITS) - 1)).where(entries >= 0, 0)
         blocks = torch.cat([selected, blocks], dim=-1)
-        logs = torch.cat([chosen_logs, logs], dim=-1)
+        steps = torch.cat([entries >> CELL_BITS, steps], dim=-1)  # -1: no entry
     positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)[..., : group.num_keys]
-    logs = logs.repeat_interleave(size, dim=-1)[..., : group.num_keys]
-    hidden = logs == -math.inf
+    steps = steps.repeat_interleave(size, dim=-1)[..., : group.num_keys]
+    hidden = steps < 0
     if here is not None:
         hidden = hidden | ~here.has(positions)
     if group.bias is not None:
@@ -78,5 +79,6 @@ def attend_blocks(
         rows = reader.read(group.names(reader, selected, size)).flatten(2, 3)
         return rows[:, :, : group.num_keys]
 
+    logs = (steps.double() * (math.log(2.0) / STEPS)).float()
     k, v = read(operands.k_cache), read(operands.v_cache)
     return attend_keys(q, k, v, hidden, operands.softmax_scale, logs)

@@ -125,7 +125,6 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             SCORED_BLOCKS=policy.scored_blocks if topk else 0,
             ALIGN=policy.segment_blocks if topk else 1,
             SAMPLE=policy.alignment > 0,
-            DRAWN=policy.drawn,
             BY_REQUEST=segment.by_request,
         ),
         SHAPE=Shape(

@@ -65,6 +65,5 @@ def attend_hopper(
         *k_distances, *v_distances,
         GROUP=group, HEAD_DIM=dim, TILE=policy.query_tile, SINK_BLOCKS=policy.sink_blocks,
         REACH_BLOCKS=policy.reach_blocks, SCORED_BLOCKS=policy.scored_blocks, PAGE_SIZE=page_size,
-        HAS_SINKS=sinks is not None, DRAWN=policy.drawn, K_STAGES=256 // dim,
-        V_STAGES=256 // dim + 1, num_warps=4,
+        HAS_SINKS=sinks is not None, K_STAGES=256 // dim, V_STAGES=256 // dim + 1, num_warps=4,
     )  # fmt: skip

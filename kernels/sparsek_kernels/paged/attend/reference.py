@@ -13,8 +13,8 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 Select: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, list[int], SelectionPolicy, float], list[list[int]] | None
 ]
-"""Chooses a tile's blocks for each KV head, or the entries of lists of what is drawn; ``None``
-where the tile sees everything."""
+"""Chooses a tile's blocks for each KV head, or with an alignment the entries of lists of cells;
+``None`` where the tile sees everything."""
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -32,19 +32,7 @@ def visible_reference(
     softmax_scale: float,
     select: Select,
 ) -> torch.Tensor:
-    """Which keys each query sees, ``[n, Hkv, N]`` bool: see :func:`logs_reference`."""
-    return logs_reference(q, k, positions, policy, softmax_scale, select) > -math.inf
-
-
-def logs_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: list[int],
-    policy: SelectionPolicy,
-    softmax_scale: float,
-    select: Select,
-) -> torch.Tensor:
-    """Natural logs of the weights of keys for each query; -inf: not attended.
+    """Which keys each query sees.
 
     Args:
         q: ``[n, Hq, D]`` at ``positions`` (ascending, consecutive).
@@ -52,11 +40,11 @@ def logs_reference(
         select: what chooses the blocks of a tile.
 
     Returns:
-        ``[n, Hkv, N]`` float64, 0 where blocks are not drawn.
+        ``[n, Hkv, N]`` bool.
     """
     length, num_kv_heads = k.shape[0], k.shape[1]
     key = torch.arange(length)
-    logs = torch.full((len(positions), num_kv_heads, length), -math.inf, dtype=torch.float64)
+    visible = torch.zeros(len(positions), num_kv_heads, length, dtype=torch.bool)
     tiles: dict[int, list[int]] = {}
     for row, position in enumerate(positions):
         tiles.setdefault(position // policy.query_tile, []).append(row)
@@ -68,20 +56,19 @@ def logs_reference(
         for row, position in zip(rows, tile_positions, strict=True):
             causal = key <= position
             if policy.sees_all(position):
-                logs[row, :, causal] = 0.0
+                visible[row] = causal
                 continue
             if chosen is None:
                 window = policy.window_size or 0
-                seen = causal & ((key < policy.num_sink) | (key > position - window))
-                logs[row, :, seen] = 0.0
+                visible[row] = causal & ((key < policy.num_sink) | (key > position - window))
                 continue
             first_local, _ = policy.local_range(position)
             block = key // policy.sel_block_size
-            logs[row, :, (block < policy.sink_blocks) | (block >= first_local)] = 0.0
-            for mine, listed in zip(logs[row], chosen, strict=True):
-                _set_logs(mine, block, listed)
-            logs[row, :, ~causal] = -math.inf
-    return logs
+            forced = (block < policy.sink_blocks) | (block >= first_local)
+            for head in range(num_kv_heads):
+                selected = torch.isin(block, torch.tensor(chosen[head], dtype=torch.long))
+                visible[row, head] = causal & (forced | selected)
+    return visible
 
 
 def list_logs(
@@ -100,15 +87,10 @@ def list_logs(
     near = (cell < first) | (cell >= last)
     logs = torch.where(near, 0.0, -math.inf).double().repeat(len(entries), 1)
     for mine, listed in zip(logs, entries, strict=True):
-        _set_logs(mine, cell, listed)
+        for entry in listed:
+            if entry >= 0:
+                mine[cell == entry % 2**21] = entry // 2**21 / 32 * math.log(2.0)
     return logs
-
-
-def _set_logs(logs: torch.Tensor, cell: torch.Tensor, entries: list[int]) -> None:
-    """Set the logs of the keys in a list's cells, or blocks."""
-    for entry in entries:
-        if entry >= 0:
-            logs[cell == entry % 2**21] = entry // 2**21 / 32 * math.log(2.0)
 
 
 def attend_reference(
@@ -125,8 +107,7 @@ def attend_reference(
     Args:
         q: ``[n, Hq, D]``; k, v: ``[N, Hkv, D]``; visible: ``[n, Hkv, N]``.
         sinks: ``[Hq]`` logits that join the denominator only.
-        logs: ``[Hkv, N]`` or ``[n, Hkv, N]`` natural logs of the weights of keys
-            (:func:`list_logs`, :func:`logs_reference`).
+        logs: ``[Hkv, N]`` natural logs of the weights of keys (:func:`list_logs`).
 
     Returns:
         ``[n, Hq, Dv]`` float64.
@@ -137,7 +118,7 @@ def attend_reference(
     mask = visible.repeat_interleave(group, dim=1)
     logits = torch.einsum("nhd,khd->nhk", q.double(), keys) * softmax_scale
     if logs is not None:
-        logits = logits + logs.double().repeat_interleave(group, dim=-2)
+        logits = logits + logs.double().repeat_interleave(group, dim=0)
     logits = logits.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         extra = sinks.double()[None, :, None].expand(q.shape[0], -1, 1)

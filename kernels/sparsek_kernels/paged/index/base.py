@@ -42,8 +42,6 @@ class Indexer(ABC):
     these repeat those of attention."""
     aligned: ClassVar[bool] = False
     """Whether it chooses by policies with an alignment."""
-    draws: ClassVar[bool] = False
-    """Whether it chooses by policies whose blocks are drawn."""
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
         """Bytes that it keeps for one page and KV head: by default means of 16 keys."""
@@ -82,8 +80,6 @@ class Indexer(ABC):
             raise ValueError(
                 f"policy: expected alignment 0 with {type(self).__name__}, got {policy.alignment}"
             )
-        if policy.drawn and not self.draws:
-            raise ValueError(f"policy: expected drawn=False with {type(self).__name__}, got True")
 
     def write(  # noqa: B027 - most keep nothing
         self,

@@ -22,8 +22,8 @@ from sparsek_kernels.paged.index.page_records import cpu
 from sparsek_kernels.paged.index.page_records.reference import (
     choose_reference,
     list_error,
+    start_reference,
 )
-from sparsek_kernels.paged.index.reference import start_reference
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.reference import gather_sequence
 from sparsek_kernels.paged.sample import CELL_BITS

@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.attend.kernels.pieces import CELL_BITS, CELL_MASK, STEPS, add_weights
+from sparsek_kernels.paged.attend.kernels.pieces import add_weights
+from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
+from sparsek_kernels.paged.sample import STEPS as _STEPS
+
+CELL_BITS = tl.constexpr(_CELL_BITS)
+CELL_MASK = tl.constexpr((1 << _CELL_BITS) - 1)
+STEPS = tl.constexpr(_STEPS)
 
 
 @triton.jit

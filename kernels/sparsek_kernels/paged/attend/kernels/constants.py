@@ -17,7 +17,6 @@ class Rule(NamedTuple):
     SCORED_BLOCKS: int
     ALIGN: int
     SAMPLE: bool  # whether entries of lists are cells with weights
-    DRAWN: bool  # whether entries of lists are blocks with weights
     BY_REQUEST: bool  # whether a tile is a decoding request, whose first token decides
 
 

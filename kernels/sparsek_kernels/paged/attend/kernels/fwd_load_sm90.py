@@ -19,16 +19,11 @@ from sparsek_kernels.paged.kernels.tiles import (
     tile_sees_all,
     tile_span,
 )
-from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
-from sparsek_kernels.paged.sample import STEPS as _STEPS
 
 ROWS: gl.constexpr = gl.constexpr(64)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
 PLANS: gl.constexpr = gl.constexpr(4)
 FIELDS: gl.constexpr = gl.constexpr(17)
-CELL_BITS: gl.constexpr = gl.constexpr(_CELL_BITS)
-CELL_MASK: gl.constexpr = gl.constexpr((1 << _CELL_BITS) - 1)
-STEPS: gl.constexpr = gl.constexpr(_STEPS)
 
 
 @gluon.jit
@@ -75,24 +70,15 @@ def block_page(
     entry,
     selected_ptr, table_ptr,
     front, selected, first_local, count,
-    PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Page of list entry ``entry``, and the row of the page where it starts; past the list, -1.
-
-    Where blocks are drawn, the row has the entry's weight above it, as the entry has.
-    """
+    """Page of list entry ``entry``, and the row of the page where it starts; past the list, -1."""
     chosen = (entry >= front) & (entry < front + selected)
-    found = gl.load(selected_ptr + entry - front, mask=chosen, other=0)
-    block = gl.maximum(found, 0)
-    if DRAWN:
-        block = block & CELL_MASK
+    block = gl.load(selected_ptr + entry - front, mask=chosen, other=0)
     plain = gl.where(entry < front, entry, first_local + entry - front - selected)
-    start = gl.where(chosen, block, plain) * ROWS
+    start = gl.where(chosen, gl.maximum(block, 0), plain) * ROWS
     page = gl.load(table_ptr + start // PAGE_SIZE, mask=entry < count, other=-1)
-    row = start % PAGE_SIZE
-    if DRAWN:
-        row += found >> CELL_BITS << CELL_BITS
-    return page, row
+    return page, start % PAGE_SIZE
 
 
 @gluon.jit
@@ -100,14 +86,14 @@ def pair_pages(
     pair,
     selected_ptr, table_ptr,
     front, selected, first_local, count,
-    PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """:func:`block_page` of both blocks of pair ``pair`` of a list."""
     page_0, row_0 = block_page(
-        2 * pair, selected_ptr, table_ptr, front, selected, first_local, count, PAGE_SIZE, DRAWN
+        2 * pair, selected_ptr, table_ptr, front, selected, first_local, count, PAGE_SIZE
     )
     page_1, row_1 = block_page(
-        2 * pair + 1, selected_ptr, table_ptr, front, selected, first_local, count, PAGE_SIZE, DRAWN
+        2 * pair + 1, selected_ptr, table_ptr, front, selected, first_local, count, PAGE_SIZE
     )
     return page_0, row_0, page_1, row_1
 
@@ -119,20 +105,6 @@ def _list_of(
     """The selected blocks of a tile and KV head, and the pages of its request."""
     chosen = selected_ptr + tile.to(gl.int64) * stride_it + kv_head.to(gl.int64) * stride_ih
     return chosen, block_table_ptr + request.to(gl.int64) * stride_br
-
-
-@gluon.jit
-def put_logs(logs, row_0, row_1):
-    """Two blocks' rows alone; the base-2 logs of their weights go to ``logs``.
-
-    Where an entry is none the log is a number, as in ``read_entry``.  This is for one warp.
-    """
-    TWO: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    rows = gl.where(gl.arange(0, 2, layout=TWO) == 0, row_0, row_1)
-    steps = (rows >> CELL_BITS).to(gl.float32)
-    logs.store(gl.where(rows < 0, -1.0e30, steps * (1.0 / STEPS)))
-    thread_barrier()
-    return row_0 & CELL_MASK, row_1 & CELL_MASK
 
 
 @gluon.jit
@@ -158,7 +130,7 @@ def plan_partition(
     stride_it, stride_ih,
     stride_br,
     GROUP: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
+    SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Say where each item of this program lies, in order, then that there are no more.
 
@@ -182,9 +154,8 @@ def plan_partition(
                 stride_br,
             )  # fmt: skip
             page_0, row_0, page_1, row_1 = pair_pages(
-                (count - 1) // 2, chosen, table, front, selected, first_local, count, PAGE_SIZE,
-                DRAWN,
-            )  # fmt: skip
+                (count - 1) // 2, chosen, table, front, selected, first_local, count, PAGE_SIZE
+            )
             plan = (
                 1, token_of_zero + start, start, low - start, high - start, kv_head, member, count,
                 tile, request, front, selected, first_local, page_0, row_0, page_1, row_1,
@@ -259,20 +230,19 @@ def _take_list(plans, plan_full, plan_empty, turn):
 @gluon.jit
 def load_partition(
     q_desc, k_desc, v_desc,
-    q_smem, k_smem, k_logs, v_smem, plans, plan_full, plan_empty, bars,
+    q_smem, k_smem, v_smem, plans, plan_full, plan_empty, bars,
     selected_ptr, block_table_ptr,
     stride_it, stride_ih,
     stride_br,
     q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, DRAWN: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Issue every TMA load of this program's items, as buffers become free.
 
     Boxes are 64 rows by 64 columns: two blocks, one below the other, make the 128 rows that the
     products read.  Pairs are taken from the end of a list, where the tile's own block lies.  Values
-    are one number ahead of their keys: see ``fwd_sm90.py``.  Where blocks are drawn, the logs of
-    their weights lie beside the keys.
+    are one number ahead of their keys: see ``fwd_sm90.py``.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _tail_done = bars
     PARTS: gl.constexpr = HEAD_DIM // 64
@@ -310,12 +280,10 @@ def load_partition(
             # looked up a pair ahead, so that no copy waits for a load
             next_0, next_row_0, next_1, next_row_1 = pair_pages(
                 gl.maximum(pairs - 2 - pair, 0), chosen, table, front, selected, first_local, count,
-                PAGE_SIZE, DRAWN,
+                PAGE_SIZE,
             )  # fmt: skip
             stage = fetched % K_STAGES
             mbarrier.wait(k_empty.index(stage), ((fetched // K_STAGES) & 1) ^ 1)
-            if DRAWN:
-                row_0, row_1 = put_logs(k_logs.index(stage), row_0, row_1)
             load_pair(
                 k_desc, k_smem, k_full.index(stage), stage * PARTS * 2, k_col, k_row, k_page_rows,
                 page_0, row_0, page_1, row_1, PARTS,

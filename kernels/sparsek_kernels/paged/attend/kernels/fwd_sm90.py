@@ -29,7 +29,7 @@ from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
 from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_store
 from sparsek_kernels.common.kernels.plans_sm90 import plan_ring
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.common.kernels.softmax_sm90 import anchor, lane_sums, softmax_lanes_step
+from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
 from sparsek_kernels.paged.attend.kernels.fwd_load_sm90 import (
     FIELDS,
     PLANS,
@@ -72,35 +72,12 @@ def mask_pair(s, position, first, second, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def weigh_pair(s, m, total, qk_scale, logs):
-    """``softmax_lanes_step`` of two blocks, with logs of their weights, in memory, added to logits.
-
-    They are part of what is subtracted from logits: a key takes as many instructions as without.
-    """
-    LANES: gl.constexpr = total.type.layout
-    blocks = s.reshape([ROWS, 2, ROWS])
-    top = gl.max(gl.max(s.reshape([ROWS, 2, 8, 4, 2]), 4), 2) * qk_scale  # [ROWS, 2, 4]
-    log = logs.load(gl.SliceLayout(0, gl.SliceLayout(2, top.type.layout)))  # [2]
-    top = gl.max(gl.max(top + log[None, :, None], 1), 1)  # lanes meet last: once for both blocks
-    m_new = gl.maximum(m, gl.convert_layout(top, m.type.layout))
-    alpha = gl.exp2(m - m_new)
-    COLUMNS: gl.constexpr = gl.SliceLayout(2, blocks.type.layout)
-    below = gl.convert_layout(m_new, gl.SliceLayout(1, COLUMNS))[:, None]
-    below = below - gl.convert_layout(log, gl.SliceLayout(0, COLUMNS))[None, :]  # [ROWS, 2]
-    p = gl.exp2(blocks * qk_scale - gl.expand_dims(below, 2)).reshape([ROWS, PAIR])
-    p = gl.convert_layout(p, s.type.layout, assert_trivial=True)
-    alpha_lanes = gl.convert_layout(alpha, gl.SliceLayout(1, LANES))
-    return p, m_new, total * alpha_lanes[:, None] + lane_sums(p, LANES), alpha
-
-
-@gluon.jit
 def attend_pairs(
-    acc, p, m, total, fetched, pairs, q_tile, k_wide, k_logs, v_wide, k_full, k_empty, v_full,
-    v_empty,
+    acc, p, m, total, fetched, pairs, q_tile, k_wide, v_wide, k_full, k_empty, v_full, v_empty,
     anchor_ptr,
     qk_scale,
-    DRAWN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """All pairs of an item but the first.
 
@@ -117,10 +94,7 @@ def attend_pairs(
         mbarrier.wait(v_full.index(before), (fetched // V_STAGES) & 1)
         acc_token = warpgroup_mma(p, v_wide.index(before), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_token])
-        if DRAWN:
-            weights, m, total, alpha = weigh_pair(s, m, total, qk_scale, k_logs.index(stage))
-        else:
-            weights, m, total, alpha = softmax_lanes_step(s, m, total, qk_scale, False)
+        weights, m, total, alpha = softmax_lanes_step(s, m, total, qk_scale, False)
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, anchor_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -166,10 +140,10 @@ def store_rows(
 @gluon.jit
 def attend_partition(
     out_ptr, out_desc, sinks_ptr,
-    q_wide, q_smem, k_wide, k_logs, v_wide, v_smem, plans, plan_full, plan_empty, bars,
+    q_wide, q_smem, k_wide, v_wide, v_smem, plans, plan_full, plan_empty, bars,
     qk_scale, v_scale,
     stride_ot, stride_oh,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_SINKS: gl.constexpr, DRAWN: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_SINKS: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: one head of each item, from scores to output."""
@@ -228,10 +202,7 @@ def attend_partition(
         second_key = gl.where(odd == 1, 0x70000000, start)
         position = start + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         s = mask_pair(s, position, first_key, second_key, S_LAYOUT)
-        if DRAWN:
-            weights, m, total, _alpha = weigh_pair(s, m, total, qk_scale, k_logs.index(stage))
-        else:
-            weights, m, total, _alpha = softmax_lanes_step(s, m, total, qk_scale, False)
+        weights, m, total, _alpha = softmax_lanes_step(s, m, total, qk_scale, False)
         p = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, out_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -247,8 +218,8 @@ def attend_partition(
             tails += 1
         acc, p, m, total, fetched = attend_pairs(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p, m, total, fetched,
-            (count + 1) // 2, q_tile, k_wide, k_logs, v_wide, k_full, k_empty, v_full, v_empty,
-            out_ptr, qk_scale, DRAWN, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            (count + 1) // 2, q_tile, k_wide, v_wide, k_full, k_empty, v_full, v_empty, out_ptr,
+            qk_scale, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         turn += 1
 
@@ -264,7 +235,7 @@ def attend_hopper_kernel(
     q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    HAS_SINKS: gl.constexpr, DRAWN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    HAS_SINKS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor; ``num_items`` pairs of heads of 64 queries.
 
@@ -280,10 +251,6 @@ def attend_hopper_kernel(
     q_wide = reinterpret(q_smem, dtype, [4, ROWS, HEAD_DIM], WIDE)
     k_wide = reinterpret(k_smem, dtype, [K_STAGES, PAIR, HEAD_DIM], WIDE)
     v_wide = reinterpret(v_smem, dtype, [V_STAGES, PAIR, HEAD_DIM], WIDE)
-    k_logs = k_wide  # of no meaning where blocks are not drawn
-    if DRAWN:
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        k_logs = gl.allocate_shared_memory(gl.float32, [K_STAGES, 2], FLAT)
     plans, plan_full, plan_empty = plan_ring(PLANS, FIELDS, 3)
     q_full, q_empty = ring_barriers(4, 1, 1)
     k_full, k_empty = ring_barriers(K_STAGES, 1, 2)
@@ -294,26 +261,26 @@ def attend_hopper_kernel(
     gl.warp_specialize(
         [
             (attend_partition, (
-                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, k_logs, v_wide, v_smem,
-                plans, plan_full, plan_empty, bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP,
-                HEAD_DIM, HAS_SINKS, DRAWN, K_STAGES, V_STAGES, 0,
+                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, v_wide, v_smem, plans,
+                plan_full, plan_empty, bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP,
+                HEAD_DIM, HAS_SINKS, K_STAGES, V_STAGES, 0,
             )),
             (attend_partition, (
-                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, k_logs, v_wide, v_smem,
-                plans, plan_full, plan_empty, bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP,
-                HEAD_DIM, HAS_SINKS, DRAWN, K_STAGES, V_STAGES, 1,
+                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, v_wide, v_smem, plans,
+                plan_full, plan_empty, bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP,
+                HEAD_DIM, HAS_SINKS, K_STAGES, V_STAGES, 1,
             )),
             (load_partition, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, k_logs, v_smem, plans, plan_full,
-                plan_empty, bars, selected_ptr, block_table_ptr, stride_it, stride_ih, stride_br,
-                q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows,
-                v_head_cols, GROUP, HEAD_DIM, PAGE_SIZE, DRAWN, K_STAGES, V_STAGES,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, plan_full, plan_empty, bars,
+                selected_ptr, block_table_ptr, stride_it, stride_ih, stride_br, q_head_cols,
+                k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols, GROUP,
+                HEAD_DIM, PAGE_SIZE, K_STAGES, V_STAGES,
             )),
             (plan_partition, (
                 plans, plan_full, plan_empty, selected_ptr, tiles_ptr, block_table_ptr,
                 seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles, num_items, stride_it,
                 stride_ih, stride_br, GROUP, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
-                PAGE_SIZE, DRAWN,
+                PAGE_SIZE,
             )),
         ],
         [4, 1, 1], [240, 24, 24],

@@ -6,39 +6,16 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.kernels.tiles import NO_KEY, page_of
-from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
-from sparsek_kernels.paged.sample import STEPS as _STEPS
-
-CELL_BITS = tl.constexpr(_CELL_BITS)
-CELL_MASK = tl.constexpr((1 << _CELL_BITS) - 1)
-STEPS = tl.constexpr(_STEPS)
 
 
 @triton.jit
-def read_entry(entry):
-    """Block of a list's entry, and the base-2 log of its weight; of -1 block 0 and next to none.
-
-    A row may begin with such a block, but never has it alone.  So this log is a number, and not
-    minus infinity: what the row sums until it meets another block then is one too.
-    """
-    log = tl.where(entry < 0, -1.0e30, (entry >> CELL_BITS).to(tl.float32) * (1.0 / STEPS))
-    return tl.maximum(entry, 0) & CELL_MASK, log
-
-
-@triton.jit
-def add_weights(acc, row_max, row_sum, logits, scale, log=None):
+def add_weights(acc, row_max, row_sum, logits, scale):
     """Running softmax that makes room for keys of ``logits * scale`` (base 2), and their weights.
 
-    ``log``, a number, is added to the logits of all these keys.  What it returns is
-    ``(acc, row_max, row_sum, weights)``; ``acc`` still lacks their values.
+    What it returns is ``(acc, row_max, row_sum, weights)``; ``acc`` still lacks their values.
     """
-    top = tl.max(logits, axis=1) * scale
-    if log is None:
-        new_max = tl.maximum(row_max, top)
-        weights = tl.exp2(logits * scale - new_max[:, None])
-    else:
-        new_max = tl.maximum(row_max, top + log)
-        weights = tl.exp2(logits * scale - (new_max - log)[:, None])
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
+    weights = tl.exp2(logits * scale - new_max[:, None])
     shrink = tl.exp2(row_max - new_max)
     row_sum = row_sum * shrink + tl.sum(weights, axis=1)
     acc = acc * shrink[:, None]
@@ -51,10 +28,8 @@ def piece_start(
     selected_ptr,
     num_front, first_selected, num_selected, first_local,
     SEL_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SELECTION: tl.constexpr,
-    DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """First position of piece ``piece``, ``BLOCK_N`` keys of an entry of the tile's list, and the
-    log of their weight.
+    """First position of piece ``piece``: ``BLOCK_N`` keys of an entry of the tile's list.
 
     Selected blocks are entries ``[first_selected, first_selected + num_selected)``; the entries
     before and after them count up from zero, then from ``first_local`` (see ``tile_list``).
@@ -62,15 +37,12 @@ def piece_start(
     PARTS: tl.constexpr = SEL_BLOCK // BLOCK_N
     t = piece // PARTS
     later = tl.where(t >= first_selected, num_selected, 0)
-    log = 0.0 * t
     block = tl.where(t < num_front, t, first_local + t - num_front - later)
     if HAS_SELECTION:
         chosen = (t >= first_selected) & (t < first_selected + num_selected)
         index = tl.load(selected_ptr + t - first_selected, mask=chosen, other=0)
-        if DRAWN:
-            index, log = read_entry(index)
         block = tl.where(chosen, tl.maximum(index, 0), block)
-    return block * SEL_BLOCK + (piece % PARTS) * BLOCK_N, log
+    return block * SEL_BLOCK + (piece % PARTS) * BLOCK_N
 
 
 @triton.jit
@@ -79,10 +51,9 @@ def piece_keys(
     selected_ptr,
     num_front, first_selected, num_selected, first_local,
     SEL_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SELECTION: tl.constexpr,
-    DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Positions of the keys of piece ``piece``, the next entries of a list of blocks so small that
-    ``BLOCK_N`` keys hold several, and the logs of their weights.  ``[BLOCK_N]``
+    """Positions of the keys of piece ``piece``: the next entries of a list of blocks so small that
+    ``BLOCK_N`` keys hold several.  ``[BLOCK_N]``
 
     :func:`piece_start` says which entries a piece has.  Selected entries come last and begin a
     piece; where a piece has no more entries, its keys lie past every query.
@@ -93,16 +64,13 @@ def piece_keys(
     t = piece * ENTRIES + offs_n // SEL_BLOCK
     block = tl.where(t < num_front, t, first_local + t - num_front)
     there = t < first_selected
-    log = tl.zeros([BLOCK_N], tl.float32)
     if HAS_SELECTION:
         late = piece >= forced
         t -= forced * ENTRIES
         there = tl.where(late, t < num_selected, there)
         index = tl.load(selected_ptr + t, mask=late & there, other=0)
-        if DRAWN:
-            index, log = read_entry(index)
         block = tl.where(late, tl.maximum(index, 0), block)
-    return tl.where(there, block * SEL_BLOCK + offs_n % SEL_BLOCK, NO_KEY), log
+    return tl.where(there, block * SEL_BLOCK + offs_n % SEL_BLOCK, NO_KEY)
 
 
 @triton.jit
@@ -114,7 +82,7 @@ def attend_pieces(
     stride_kp, stride_kt,
     stride_vp, stride_vt,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SEL_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_SELECTION: tl.constexpr, DRAWN: tl.constexpr, MASKED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_SELECTION: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr, SHARDED: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over pieces ``[piece_begin, piece_end)`` of the tile's list of blocks.
@@ -130,7 +98,7 @@ def attend_pieces(
     WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     find: tl.constexpr = piece_keys if SMALL else piece_start
     last_piece = piece_end - 1
-    start, log = find(
+    start = find(
         piece_begin,
         selected_ptr,
         num_front,
@@ -140,7 +108,6 @@ def attend_pieces(
         SEL_BLOCK,
         BLOCK_N,
         HAS_SELECTION,
-        DRAWN,
     )
     some = piece_begin < piece_end
     if SMALL:
@@ -150,7 +117,7 @@ def attend_pieces(
     else:
         page = page_of(table_ptr, start + offs_n, some & (start + offs_n <= high), PAGE_SIZE)
     for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
-        next_start, next_log = find(
+        next_start = find(
             tl.minimum(piece + 1, last_piece),
             selected_ptr,
             num_front,
@@ -160,7 +127,6 @@ def attend_pieces(
             SEL_BLOCK,
             BLOCK_N,
             HAS_SELECTION,
-            DRAWN,
         )
         keys = start if SMALL else start + offs_n
         if SMALL:
@@ -195,18 +161,8 @@ def attend_pieces(
             logits = tl.where(visible, logits, float("-inf"))
         if SHARDED:
             logits = tl.where(here[None, :], logits, float("-inf"))
-        if DRAWN and SMALL:
-            logits = logits * qk_scale + log[None, :]
-            acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, 1.0)
-        elif DRAWN:
-            acc, row_max, row_sum, weights = add_weights(
-                acc, row_max, row_sum, logits, qk_scale, log
-            )
-        else:
-            acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, qk_scale)
+        acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, qk_scale)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         start = next_start
         page = next_page
-        if DRAWN:
-            log = next_log
     return acc, row_max, row_sum

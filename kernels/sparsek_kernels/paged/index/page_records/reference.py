@@ -9,13 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from sparsek_kernels.paged.index.reference import (
-    drawn_reference,
-    explained_reference,
-    share_reference,
-    start_reference,
-    threshold_reference,
-)
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.record_reference import records_reference
 
@@ -63,6 +56,31 @@ def key_reference(scores: torch.Tensor, count: int, rows: int) -> torch.Tensor:
     return torch.where(scores > 0.0, keys, 0.0).clamp(0, 63).long()
 
 
+def threshold_reference(keys: torch.Tensor, count: int) -> int:
+    """``ceil(32 log2 T)``; the sum of ``min(1, size / T)`` is ``count``.
+
+    Args:
+        keys: ``[cells]`` integers, of more than ``count`` cells.
+        count: places of a list.
+    """
+    sizes = (keys.double() / 4).exp2().sort(descending=True).values
+    rest = sizes.flip(0).cumsum(0).flip(0)[:count]  # of all but the n largest, for each n
+    thresholds = rest / (count - torch.arange(count))
+    certain = int((sizes[:count] > thresholds).sum())  # each n for which one more is above T
+    # Where T is the size of a key, the last bits of a sum do not decide.
+    return math.ceil(32 * math.log2(thresholds[certain]) - 1e-6)
+
+
+def share_reference(steps: torch.Tensor) -> torch.Tensor:
+    """Probabilities, int64 of 65536, of cells whose weights have these steps."""
+    return (_ONE / (steps.double() / 32).exp2()).floor().long()
+
+
+def start_reference(position: int) -> int:
+    """What the sum of shares begins with, of 65536."""
+    return position * 0x9E3779B1 % 2**32 // _ONE
+
+
 def drawing_order(far: int) -> list[int]:
     """The order in which ``far`` cells are drawn: segments of 32, each 0, 8, 16, 24, 1, 9, ..."""
     return [cell for s in range(0, far, 32) for i in range(8) for cell in range(s + i, s + 32, 8)]
@@ -77,12 +95,11 @@ def draw_reference(steps: torch.Tensor, start: int, count: int, first: int) -> l
         count: places.
         first: the first far cell.
     """
-    order = drawing_order(len(steps))
-    drawn = [
-        order[turn]
-        for turn in drawn_reference(share_reference(steps[order]).tolist(), start, count)
-    ]
-    entries = [first + cell + (int(steps[cell]) << 21) for cell in drawn]
+    shares, total, entries = share_reference(steps).tolist(), start, []
+    for cell in drawing_order(len(shares)):
+        before, total = total, total + shares[cell]
+        if total // _ONE > before // _ONE:
+            entries.append(first + cell + (int(steps[cell]) << 21))
     return entries + [-1] * (count - len(entries))
 
 
@@ -180,15 +197,47 @@ def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: flo
     )
     slack = int(tolerance > 0.0)
     lowest, highest = (threshold_reference(keys, places) for keys in (low, high))
-    drawn = dict(zip(turns, (entry >> 21 for entry in filled), strict=True))
-    ranges = list(zip(low[order].tolist(), high[order].tolist(), strict=True))
+    drawn = dict(zip(found, (entry >> 21 for entry in filled), strict=True))
+    ranges = list(zip(low.tolist(), high.tolist(), strict=True))
     reached = 0
     for threshold in range(lowest - slack, highest + slack + 1):
-        explained = explained_reference(threshold, ranges, drawn, choice.start, slack)
+        explained = _explained(threshold, ranges, drawn, choice.start, slack)
         if explained == len(order):
             return ""
         reached = max(reached, explained)
     cell = order[reached]
     score, wanted = float(scores[cell]), int(choice.steps[head, cell])
-    state = f"drawn with {drawn[reached]} steps" if reached in drawn else "not drawn"
+    state = f"drawn with {drawn[cell]} steps" if cell in drawn else "not drawn"
     return f"cell {choice.first + cell} (score {score:.3g}, {wanted} steps) is {state}"
+
+
+def _explained(
+    threshold: int, ranges: list[tuple[int, int]], drawn: dict[int, int], start: int, slack: int
+) -> int:
+    """How many cells, in the order of drawing, a threshold explains; see :func:`list_error`.
+
+    Args:
+        threshold: ``ceil(32 log2 T)``.
+        ranges: least and greatest key of each far cell.
+        drawn: cells and their steps.
+        start: what the sum of shares begins with.
+        slack: most error of a share.
+    """
+    steps = [max(threshold - 8 * key, 0) for key in range(64)]
+    shares = share_reference(torch.tensor(steps))
+    sure = shares == _ONE
+    least = torch.where(sure, _ONE, (shares - slack).clamp(min=0)).tolist()
+    most = torch.where(sure, _ONE, (shares + slack).clamp(max=_ONE - 1)).tolist()
+    low, high, count = start, start, 0
+    for reached, cell in enumerate(drawing_order(len(ranges))):
+        lowest, highest = ranges[cell]
+        if cell in drawn:
+            keys = [key for key in range(lowest, highest + 1) if steps[key] == drawn[cell]]
+            if not keys:
+                return reached
+            lowest, highest, count = keys[0], keys[-1], count + 1
+        low = max(low + least[lowest], count * _ONE)
+        high = min(high + most[highest], (count + 1) * _ONE - 1)
+        if low > high:
+            return reached
+    return len(ranges)

@@ -14,13 +14,11 @@ from sparsek_kernels.paged.plan import Segment
 class TwoStep(Indexer):
     """A tile's blocks rank by the largest probability that one of its sampled queries gives them.
 
-    Where a policy has them drawn, they are a sample by what all of these queries give.  Means of 16
-    keys name the candidates; probabilities of these are of the keys themselves.  The rule is
-    docs/selection.md.
+    Means of 16 keys name the candidates; probabilities of these are of the keys themselves.  The
+    rule is docs/selection.md.
     """
 
     per_token: ClassVar[bool | None] = False
-    draws: ClassVar[bool] = True
 
     def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return each tile's blocks; see :meth:`Indexer.select`."""

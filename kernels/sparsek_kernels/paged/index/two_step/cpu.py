@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import torch
-import torch.nn.functional as F
 
 from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.cpu.gather import block_reader, read_sequence
@@ -14,7 +13,6 @@ from sparsek_kernels.paged.index.cpu import NOTHING, list_best, new_indices
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
-from sparsek_kernels.paged.sample import CELL_BITS, sample_blocks, start_of
 
 _QUERY_ROWS = 512
 """Queries that one pass scores by means: bounds its [queries, cells] scratch."""
@@ -55,7 +53,7 @@ def _select_group(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """What neighbouring tiles of one request choose, ``[tiles, Hkv, scored_blocks]`` int64.
+    """Blocks of neighbouring tiles of one request, ``[tiles, Hkv, scored_blocks]`` int64.
 
     Args:
         q: ``[n, Hkv, G, D]``, the tiles' queries, from ``position`` on.
@@ -70,15 +68,9 @@ def _select_group(
         where = sampled_rows(first, tiles, position, end, policy.query_tile, stride)
         return q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4), where
 
-    scores = tile_scores(*samples(policy.sample_stride), means, policy, softmax_scale)
-    starts = first + torch.arange(tiles) * policy.query_tile
-    outside = not_competing(torch.arange(scores.shape[-1]), starts, policy)
-    listed = list_best(scores, outside, policy.listed_blocks)  # also sets scores outside to -1
+    listed = tile_candidates(*samples(policy.sample_stride), first, means, policy, softmax_scale)
     ranking = samples(policy.ranking_stride)
-    given = listed_masses(*ranking, k_cache, group, listed, policy, softmax_scale)
-    if policy.drawn:
-        return draw_blocks(scores, listed, given, starts // policy.query_tile, policy)
-    return rank_blocks(listed, given, policy.scored_blocks)
+    return rank_blocks(*ranking, k_cache, group, listed, policy, softmax_scale)
 
 
 def cell_means(k: torch.Tensor) -> torch.Tensor:
@@ -88,22 +80,24 @@ def cell_means(k: torch.Tensor) -> torch.Tensor:
     return whole.view(k.shape[0], cells, CELL_SIZE, k.shape[2]).mean(2)
 
 
-def tile_scores(
+def tile_candidates(
     q: torch.Tensor,
     where: torch.Tensor,
+    first: int,
     means: torch.Tensor,
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Scores by means of the blocks before the last sample's own.
+    """Candidates of consecutive tiles.
 
     Args:
         q: ``[T, Hkv, S, G, D]``, the samples of each tile.
         where: ``[T, S]`` their positions; -1 where there is no such query.
-        means: ``[Hkv, cells, D]`` of (at least) these blocks.
+        first: position of the first tile.
+        means: ``[Hkv, cells, D]`` of (at least) the blocks before the last sample's own.
 
     Returns:
-        ``[T, Hkv, blocks]`` float32.
+        ``[T, Hkv, listed]`` int64.
     """
     tiles, heads, samples, group, dim = q.shape
     size = policy.sel_block_size
@@ -121,10 +115,11 @@ def tile_scores(
         future = block >= (where[here] // size)[:, :, None, None]
         probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1)
         scores[here] = probs.nan_to_num_(0.0).sum((2, 3)).transpose(0, 1)  # of no query: nothing
-    return scores
+    starts = first + torch.arange(tiles) * policy.query_tile
+    return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks)
 
 
-def listed_masses(
+def rank_blocks(
     q: torch.Tensor,
     where: torch.Tensor,
     k_cache: torch.Tensor,
@@ -133,7 +128,7 @@ def listed_masses(
     rule: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """What the samples of tiles give to candidates, 0 where there is no query or no candidate.
+    """The candidates with the largest block probability of a single sample.
 
     Args:
         q: ``[T, Hkv, S, G, D]``, the queries of each tile that rank.
@@ -142,7 +137,7 @@ def listed_masses(
         listed: ``[T, Hkv, n]`` int64 candidates.
 
     Returns:
-        ``[T, Hkv, S, G, n]`` float32.
+        ``[T, Hkv, scored_blocks]`` int64, ascending.
     """
     size = rule.sel_block_size
     reader = block_reader(k_cache, size)
@@ -152,55 +147,17 @@ def listed_masses(
     blocks = torch.cat([listed, forced], dim=-1)
     positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)
     keys = keys[:, :, : positions.shape[-1]]
-    given = torch.empty(*q.shape[:4], listed.shape[-1])
+    given = torch.empty(*q.shape[:3], listed.shape[-1])
     for tile, head in itertools.product(range(q.shape[0]), range(q.shape[1])):  # near the caches
         logits = torch.matmul(q[tile, head].float() * softmax_scale, keys[tile, head].mT)
         future = positions[tile, head] > where[tile, :, None, None]
         shares = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1)
-        given[tile, head] = shares.unflatten(-1, (-1, size)).sum(-1)[..., : listed.shape[-1]]
-    return given.nan_to_num_(0.0)
-
-
-def rank_blocks(listed: torch.Tensor, given: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` candidates that a single sample gives most, ``[T, Hkv, count]``, ascending.
-
-    Args:
-        listed: ``[T, Hkv, n]`` int64 candidates.
-        given: of :func:`listed_masses`.
-    """
-    scores = given.sum(3).amax(2).masked_fill_(listed == NOTHING, -1.0)
+        masses = shares.unflatten(-1, (-1, size)).sum(-1)
+        given[tile, head] = masses[..., : listed.shape[-1]].sum(1)
+    given.nan_to_num_(0.0)  # of no query: nothing
+    scores = given.amax(2).masked_fill_(listed == NOTHING, -1.0)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-    return listed.gather(-1, order[..., :count]).sort(dim=-1).values
-
-
-def draw_blocks(
-    scores: torch.Tensor,
-    listed: torch.Tensor,
-    given: torch.Tensor,
-    tile: torch.Tensor,
-    policy: SelectionPolicy,
-) -> torch.Tensor:
-    """A sample of blocks, ``[T, Hkv, scored_blocks]`` int64 entries, ascending, then -1.
-
-    Args:
-        scores: ``[T, Hkv, blocks]`` of :func:`tile_scores`, -1 for blocks that do not compete.
-        listed: ``[T, Hkv, n]`` int64 candidates.
-        given: of :func:`listed_masses`.
-        tile: ``[T]`` numbers of the tiles.
-    """
-    places, blocks = policy.scored_blocks, scores.shape[-1]
-    there = listed < blocks
-    spare = torch.where(there, listed, blocks)  # one more column for those that are none
-    others = F.pad(scores != -1.0, (0, 1)).scatter(-1, spare, False)[..., :blocks]
-    count = others.sum(-1, keepdim=True).clamp(max=policy.other_blocks)
-    start = torch.tensor([start_of(t) for t in tile.tolist()]).view(-1, 1, 1)
-    exact = given.square().sum((2, 3)).sqrt()
-    drawn = F.pad(sample_blocks(scores, others, count, start), (0, 1), value=-1)
-    steps = sample_blocks(exact, there, places - count, start)
-    drawn = drawn.scatter(-1, spare, steps)[..., :blocks]
-    entries = torch.where(drawn < 0, -1, torch.arange(blocks) + (drawn << CELL_BITS))
-    order = torch.argsort(drawn < 0, dim=-1, stable=True)[..., :places]
-    return entries.gather(-1, order)
+    return listed.gather(-1, order[..., : rule.scored_blocks]).sort(dim=-1).values
 
 
 def sampled_rows(

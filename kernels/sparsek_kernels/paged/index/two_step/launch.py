@@ -39,5 +39,5 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
             numel = math.prod(shape)
             candidates = workspace(q.device, "candidates", numel, torch.int32)[:numel].view(shape)
             top_blocks(call, step, candidates, mine)
-            rank_blocks(call, step, candidates, mine)
+            rank_blocks(call, step, candidates)
     return call.out

@@ -11,7 +11,6 @@ from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.cache_sm90 import describe_cache, is_matrix, tensor_cores_take
 from sparsek_kernels.paged.config import TileConfig, largest_part, next_power_of_2
-from sparsek_kernels.paged.index.launch import Scores
 from sparsek_kernels.paged.index.problem import Selection, Step
 from sparsek_kernels.paged.index.two_step.config import listed_config, listed_shares, rank_rows
 from sparsek_kernels.paged.index.two_step.kernels import probabilities_sm90 as sm90
@@ -51,15 +50,12 @@ def tiles_ranked(call: Selection, elements: int) -> int:
     return tiles
 
 
-def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor, scores: Scores) -> None:
+def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     """Select the best of a step's candidates, by exact masses of the tiles' samples.
-
-    Or a sample of blocks, where the policy says so.
 
     Args:
         candidates: ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``, which has
             waited for the step before: the masses of both lie in the same scratch.
-        scores: what ranked these; a sample overwrites them.
     """
     policy = call.policy
     config, unit = list_config(call)
@@ -80,11 +76,9 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor, scores: S
         _list_masses(call, step, candidates, masses, shape, config)
     run(
         rank_blocks_kernel, (step.count, call.heads),
-        call.out, masses, candidates, scores.values, *call.lengths, policy.dense_below, step.first,
-        call.width,
+        call.out, masses, candidates, *call.lengths, policy.dense_below, step.first, call.width,
         *call.out.stride()[:2],
-        *scores.strides[:2],
-        OTHERS=policy.other_blocks, BLOCK_R=rank_rows(call.list_slots, call.rows),
+        BLOCK_R=rank_rows(call.list_slots, call.rows),
         num_warps=4 if call.list_slots <= 1024 else 8, **shape, **overlap_options(call.q.device),
     )  # fmt: skip
 

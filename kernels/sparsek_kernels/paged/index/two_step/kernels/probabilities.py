@@ -7,7 +7,7 @@ candidates, in *places* of this order.  Two kernels follow each other:
 * ``listed_masses_kernel`` writes, for each row and *unit* of the list (a block, or an equal part of
   one), the base-2 logarithm of the sum of the exponentials of the row's scores against its keys;
 * ``rank_blocks_kernel`` divides by the rows' totals, adds up the rows of each sample, and keeps the
-  candidates for which the largest of these sums is highest; or draws blocks by all rows' shares.
+  candidates for which the largest of these sums is highest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.index.kernels.draw import write_drawn
 from sparsek_kernels.paged.index.kernels.top_blocks import best_of
 from sparsek_kernels.paged.kernels.tiles import (
     NO_KEY,
@@ -292,24 +291,19 @@ def listed_masses_kernel(
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile", "width"])
 def rank_blocks_kernel(
-    out_ptr, mass_ptr, candidates_ptr, score_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    out_ptr, mass_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
     dense_below, first_tile, width,
     stride_ot, stride_oh,
-    stride_st, stride_sh,
     FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_R: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr, OTHERS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Selected blocks of one tile and KV head: the candidates that a single sample attends most.
 
     Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending; tiles
     that see everything get -1.  ``BLOCK_R`` rows are read at a time.
-
-    With ``OTHERS`` above 0 blocks are drawn: candidates, and so many others by the first step's
-    scores, which are read from ``score_ptr`` and overwritten.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
@@ -364,24 +358,12 @@ def rank_blocks_kernel(
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[None, :])
         total = tl.sum(weight, axis=0)
         shares = weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :]
-        if OTHERS > 0:
-            score += tl.sum(shares * shares, axis=1)
-        elif BLOCK_R > GROUP_PAD:  # whole samples
+        if BLOCK_R > GROUP_PAD:  # whole samples
             grouped = tl.reshape(shares, [BLOCK, BLOCK_R // GROUP_PAD, GROUP_PAD])
             score = tl.maximum(score, tl.max(tl.sum(grouped, axis=2), axis=1))
         else:
             given = tl.where(first_row % GROUP_PAD == 0, 0.0, given) + tl.sum(shares, axis=1)
             score = tl.maximum(score, given)
-    if OTHERS > 0:
-        there = (offs >= FORCED_BLOCKS) & (offs < list_end)
-        block = tl.load(candidates + offs - FORCED_BLOCKS, mask=there, other=0)
-        last = tl.minimum(first_local, width)
-        write_drawn(
-            out, score_ptr + local.to(tl.int64) * stride_st + kv_head * stride_sh, tl.sqrt(score),
-            block, there, SINK_BLOCKS, last, base // TILE,
-            tl.minimum(last - SINK_BLOCKS - listed, OTHERS), SCORED_BLOCKS,
-        )  # fmt: skip
-    else:
-        chosen, rank = best_of(score, FORCED_BLOCKS, list_end, SCORED_BLOCKS, BLOCK)
-        block = tl.load(candidates + offs - FORCED_BLOCKS, mask=chosen, other=0)
-        tl.store(out + rank, block, mask=chosen)
+    chosen, rank = best_of(score, FORCED_BLOCKS, list_end, SCORED_BLOCKS, BLOCK)
+    block = tl.load(candidates + offs - FORCED_BLOCKS, mask=chosen, other=0)
+    tl.store(out + rank, block, mask=chosen)
