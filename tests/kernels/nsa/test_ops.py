@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from sparsek_kernels.nsa import launches, ops, torch_path
 from tests.kernels.nsa.conftest import make_problem
@@ -64,6 +65,16 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
 def test_operators_pass_opcheck(name: str, offsets: list[int] | None, dtype: torch.dtype) -> None:
     cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
     torch.library.opcheck(OPERATORS[name], arguments(cu, dtype)[name])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_results_lie_as_traced_whatever_the_strides(name: str) -> None:
+    def heads_first(x: torch.Tensor) -> torch.Tensor:
+        moved = x.detach().transpose(1, 2).contiguous() if x.dim() == 4 else x.detach()
+        return (moved.transpose(1, 2) if x.dim() == 4 else moved).requires_grad_(x.requires_grad)
+
+    given = arguments(None, torch.float32)[name]
+    torch.library.opcheck(OPERATORS[name], tree_map_only(torch.Tensor, heads_first, given))
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
