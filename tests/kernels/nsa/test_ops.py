@@ -77,6 +77,34 @@ def test_results_lie_as_traced_whatever_the_strides(name: str) -> None:
     torch.library.opcheck(OPERATORS[name], tree_map_only(torch.Tensor, heads_first, given))
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_run_on_the_device_of_their_tensors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded: list[int] = []
+    asked: list[bool] = []
+    passes = ops._passes
+
+    class Guard(torch.cuda.device_of):
+        def __enter__(self) -> None:
+            guarded.append(self.idx)
+            super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            guarded.pop()
+            super().__exit__(*error)
+
+    def asked_passes(x: torch.Tensor) -> Any:
+        asked.append(bool(guarded))
+        return passes(x)
+
+    given = arguments(None, torch.float32)[name]
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    monkeypatch.setattr(ops, "_passes", asked_passes)
+    OPERATORS[name](*given)
+    assert set(asked) == {True}
+
+
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["compressed_bwd", "selected_bwd"])
