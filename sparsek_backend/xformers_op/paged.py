@@ -82,4 +82,5 @@ def paged_forward(
     )
     caches = [x[0, : x.shape[1] // page_size * page_size] for x in (k, v)]
     k_cache, v_cache = (x.unflatten(0, (-1, page_size)).transpose(1, 2) for x in caches)
-    return paged_attention(q[0], k_cache, v_cache, batch, policy, softmax_scale=scale)[None]
+    with torch.cuda.device_of(q):
+        return paged_attention(q[0], k_cache, v_cache, batch, policy, softmax_scale=scale)[None]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices import spy_on_guards
 from tests.xformers_op.cases import (
     BATCHED,
     DECODING,
@@ -21,7 +22,7 @@ from tests.xformers_op.cases import (
     reference,
 )
 
-from sparsek_backend.xformers_op import BwOp, FwOp, SinkWindowMask  # isort: skip
+from sparsek_backend.xformers_op import BwOp, FwOp, SinkWindowMask, paged  # isort: skip
 from sparsek_kernels.fallback import fallback_counts  # isort: skip
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -52,6 +53,16 @@ def test_layouts(name: str, heads: tuple[int, ...], device: str) -> None:
         pytest.skip("xFormers takes BMK with no bias, tensors and LowerTriangularMask only")
     q, k, v = inputs(num_q, num_k, batch=2, heads=heads, device=device)
     check_pair(q, k, v, make(q.device))
+
+
+def test_pages_are_read_on_the_device_of_the_query(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, num_q, rows = DECODING["paged-causal"]
+    q, k, v = inputs(num_q, rows, device=device)
+    guarded = spy_on_guards(monkeypatch, paged, "paged_attention")
+    fmha.memory_efficient_attention_forward(q, k, v, make(q.device), op=FwOp)
+    assert guarded == [True]
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(16, 24), (24, 16), (1, 3), (80, 80)])

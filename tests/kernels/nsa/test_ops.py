@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from sparsek_kernels.nsa import launches, ops, torch_path
+from tests.devices import spy_on_guards
 from tests.kernels.nsa.conftest import make_problem
 
 OPERATORS = {name: x for name, x in vars(ops).items() if isinstance(x, type(ops.mean_pool))}
@@ -81,26 +82,8 @@ def test_results_lie_as_traced_whatever_the_strides(name: str) -> None:
 def test_operators_run_on_the_device_of_their_tensors(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guarded: list[int] = []
-    asked: list[bool] = []
-    passes = ops._passes
-
-    class Guard(torch.cuda.device_of):
-        def __enter__(self) -> None:
-            guarded.append(self.idx)
-            super().__enter__()
-
-        def __exit__(self, *error: Any) -> None:
-            guarded.pop()
-            super().__exit__(*error)
-
-    def asked_passes(x: torch.Tensor) -> Any:
-        asked.append(bool(guarded))
-        return passes(x)
-
     given = arguments(None, torch.float32)[name]
-    monkeypatch.setattr(torch.cuda, "device_of", Guard)
-    monkeypatch.setattr(ops, "_passes", asked_passes)
+    asked = spy_on_guards(monkeypatch, ops, "_passes")
     OPERATORS[name](*given)
     assert set(asked) == {True}
 
