@@ -23,7 +23,9 @@ from tests.xformers_op.cases import (
 )
 
 from sparsek_backend.xformers_op import BwOp, FwOp, SinkWindowMask, paged  # isort: skip
+from sparsek_kernels.block_sparse import ops as block_sparse_ops  # isort: skip
 from sparsek_kernels.fallback import fallback_counts  # isort: skip
+from sparsek_kernels.sink_window import ops as sink_window_ops  # isort: skip
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -266,6 +268,26 @@ def test_low_level_backward(device: str) -> None:
     wanted = torch.autograd.grad(reference(*twins, bias)[0], twins, grad.double())
     for name, a, b in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         assert_close(name, a, b, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["none", "block-sparse-heads"])
+def test_backward_of_a_padded_log_sum_exp(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """xFormers' CUTLASS operator leaves one, and hands it to whoever runs backward."""
+    make, num_q, num_k = BATCHED[name]
+    q, k, v = inputs(num_q, num_k, batch=2, device=device)
+    bias = make(q.device)
+    out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, bias, op=FwOp)
+    grad = torch.randn_like(out)
+    padded = torch.nn.functional.pad(lse, (0, -num_q % 32), value=float("inf"))
+    for family in (block_sparse_ops, sink_window_ops):  # the kernels, interpreted on a CPU
+        monkeypatch.setattr(family, "runs_kernels", lambda x: True)
+    found = fmha.memory_efficient_attention_backward(grad, out, padded, q, k, v, bias, op=BwOp)
+    twins = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = torch.autograd.grad(reference(*twins, bias)[0], twins, grad.double())
+    for which, a, b in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        assert_close(which, a, b, 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def attention_operators(
         *rest: Any,
     ) -> tuple[torch.Tensor, ...]:
         with torch.cuda.device_of(q):
-            found = passes(q)[1](problem(q, k, v, *rest), out, lse, dout, dlse)
+            found = passes(q)[1](problem(q, k, v, *rest), out, lse.contiguous(), dout, dlse)
         return tuple(q.new_empty(0) if x is None else x for x in found)
 
     @backward.register_fake
