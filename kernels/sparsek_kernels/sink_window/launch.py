@@ -25,6 +25,15 @@ from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.torch_path import sink_gradient
 
 _SINK_PROGRAMS = 264  # two per multiprocessor of the largest GPUs
+_MOST_SEQUENCES = 1 << 15  # of a launch: a grid ends at 65535 in its third dimension
+
+
+def _in_parts(problem: SinkWindowProblem) -> list[tuple[slice, SinkWindowProblem]]:
+    """The batch entries of each launch, and the problem that they are."""
+    q, k, v = problem.q, problem.k, problem.v
+    starts = range(0, q.shape[0], _MOST_SEQUENCES)
+    parts = [slice(first, first + _MOST_SEQUENCES) for first in starts]
+    return [(x, replace(problem, q=q[x], k=k[x], v=v[x])) for x in parts]
 
 
 def forward(
@@ -37,6 +46,10 @@ def forward(
     if out.numel() == 0:
         return
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
+    if shape.batch > _MOST_SEQUENCES:
+        for part, some in _in_parts(problem):
+            forward(some, out[part], None if lse is None else lse[part], config)
+        return
     config = config or problem.launch_config()
     hopper, small, tile = config.hopper_forward, config.hopper_small, config.forward
     if hopper is not None and k.numel() and describable(q, k, v):
@@ -168,7 +181,15 @@ def backward(
     config: LaunchConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v and sinks; bitwise reproducible."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v, sinks = problem.q, problem.k, problem.v, problem.sinks
+    if q.shape[0] > _MOST_SEQUENCES:
+        parts = [
+            backward(some, out[x], lse[x], dout[x], None if dlse is None else dlse[x], config)
+            for x, some in _in_parts(problem)
+        ]
+        dq, dk, dv = (torch.cat(x) for x in zip(*(part[:3] for part in parts), strict=True))
+        of_sinks = [x for *_, x in parts if x is not None]
+        return dq, dk, dv, torch.stack(of_sinks).sum(0) if of_sinks else None
     dq, dk, dv = new_like(q), new_like(k), new_like(v)
     delta = row_dots(dout, dlse, out) if q.numel() else torch.zeros_like(lse)
     config = config or problem.launch_config()
@@ -192,5 +213,4 @@ def backward(
             )
     else:
         _portable_gradients(problem, config, (dq, dk, dv), dout, lse, delta)
-    sinks = problem.sinks
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
