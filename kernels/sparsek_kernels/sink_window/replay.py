@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsek_kernels.common.device import current_device, dispatch_modes
+from sparsek_kernels.common.device import current_device, dispatch_modes, transformed
 
 if TYPE_CHECKING:
     from sparsek_kernels.common.recording import Replay, Tensors
@@ -34,6 +34,7 @@ def replay_key(
     if (
         device != current_device()
         or dispatch_modes()
+        or transformed()
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     ):
         return None
