@@ -12,6 +12,8 @@ from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
+_WIDEST = 1 << 30  # more keys than a sequence has
+
 
 @dataclass(frozen=True, eq=False)
 class SinkWindowProblem:
@@ -55,8 +57,8 @@ class SinkWindowProblem:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Sinks and window, as kernels take them."""
-        return self.spec.num_sink, self.spec.window_size or 0
+        """Sinks and window, as kernels take them: they add positions to it, in 32 bits."""
+        return self.spec.num_sink, min(self.spec.window_size or 0, _WIDEST)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -28,6 +28,8 @@ CASES = [
     Case(1, 64, 8, 1, 16, num_sink=4, window=20),
     Case(63, 63, 2, 1, 16, num_sink=20, window=5, sinks=True),
     Case(64, 64, 2, 2, 16, window=1),
+    Case(33, 20, 2, 1, 16, num_sink=3, window=2**31 - 1),
+    Case(20, 33, 2, 1, 16, window=2**63 - 1),
     Case(5, 0, 2, 2, 16, sinks=True),
     Case(0, 5, 2, 2, 16, sinks=True),
     Case(48, 48, 2, 1, 16, window=17, num_sink=3, dtype=torch.float16, sinks=True),
