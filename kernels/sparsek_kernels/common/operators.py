@@ -38,6 +38,13 @@ def pointers(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[tor
     return tuple(stand_in if x is None else x for x in tensors)
 
 
+def make_contiguous(problem: object, *names: str) -> None:
+    """Copy these tensors of a frozen problem, where there are any, unless they are contiguous."""
+    for name in names:
+        x = getattr(problem, name)
+        object.__setattr__(problem, name, None if x is None else x.contiguous())
+
+
 def attention_operators(
     name: str,
     rest: str,
