@@ -16,17 +16,19 @@ _LONGEST_DECODE = 8  # query tokens of a sequence
 _SHORTEST_HEAD = 16  # what a matrix product takes
 
 
-def page_size_of(plan: MaskPlan, head_dim: int, value_dim: int) -> int | None:
+def page_size_of(plan: MaskPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
     """Tokens per page if the paged kernels can serve this plan, else ``None``.
 
-    They know one mask, causal and aligned to the last key, values as wide as keys, and return no
-    log-sum-exp.  A sequence with one query needs no causality.  Each query is itself a token of
-    the cache, so a sequence with fewer keys than queries is not theirs.
+    They know one mask, causal and aligned to the last key, values as wide as keys and rows that are
+    contiguous, and return no log-sum-exp.  A sequence with one query needs no causality.  Each
+    query is itself a token of the cache, so a sequence with fewer keys than queries is not theirs.
     """
     segments, band = plan.segments, plan.band
     if segments is None or segments.packed_keys or band.top_left:
         return None
-    if head_dim != value_dim or head_dim < _SHORTEST_HEAD:
+    if q.shape[3] != v.shape[3] or q.shape[3] < _SHORTEST_HEAD:
+        return None
+    if q.shape[1] == 0 or any(x.stride(3) != 1 for x in (q, k, v)):
         return None
     if not band.causal and segments.q_info.max_seqlen > 1:
         return None

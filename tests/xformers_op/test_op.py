@@ -57,6 +57,30 @@ def test_layouts(name: str, heads: tuple[int, ...], device: str) -> None:
     check_pair(q, k, v, make(q.device))
 
 
+@pytest.mark.parametrize("name", ["padded-causal", "paged-causal"])
+def test_what_paged_kernels_do_not_take_is_gathered(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, num_q, rows = DECODING[name]
+    q, k, v = inputs(num_q, rows, device=device)
+    bias = make(q.device)
+    wanted = reference(q, k, v, bias)[0]
+    monkeypatch.delattr(paged, "paged_attention")
+    for index in range(3):
+        given = [q, k, v]
+        given[index] = given[index].mT.contiguous().mT  # rows that are not contiguous
+        found = fmha.memory_efficient_attention_forward(*given, bias, op=FwOp)
+        assert_close("out", found, wanted, 2e-5)
+
+
+def test_pages_without_queries_give_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = ab.BlockDiagonalCausalWithOffsetPaddedKeysMask
+    bias = kind.from_seqlens([0, 0], 64, [30, 64], device=torch.device(device))
+    q, k, v = inputs(0, 128, device=device)
+    monkeypatch.delattr(paged, "paged_attention")
+    assert fmha.memory_efficient_attention_forward(q, k, v, bias, op=FwOp).shape == q.shape
+
+
 def test_pages_are_read_on_the_device_of_the_query(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
