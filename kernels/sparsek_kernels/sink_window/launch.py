@@ -22,17 +22,17 @@ from sparsek_kernels.sink_window.kernels.bwd import (
 from sparsek_kernels.sink_window.kernels.bwd_sink import sink_window_bwd_sink_kernel
 from sparsek_kernels.sink_window.kernels.fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.spec import MOST_SEQUENCES
 from sparsek_kernels.sink_window.torch_path import sink_gradient
 
 _SINK_PROGRAMS = 264  # two per multiprocessor of the largest GPUs
-_MOST_SEQUENCES = 1 << 15  # of a launch: a grid ends at 65535 in its third dimension
 
 
 def _in_parts(problem: SinkWindowProblem) -> list[tuple[slice, SinkWindowProblem]]:
     """The batch entries of each launch, and the problem that they are."""
     q, k, v = problem.q, problem.k, problem.v
-    starts = range(0, q.shape[0], _MOST_SEQUENCES)
-    parts = [slice(first, first + _MOST_SEQUENCES) for first in starts]
+    starts = range(0, q.shape[0], MOST_SEQUENCES)
+    parts = [slice(first, first + MOST_SEQUENCES) for first in starts]
     return [(x, replace(problem, q=q[x], k=k[x], v=v[x])) for x in parts]
 
 
@@ -46,11 +46,11 @@ def forward(
     if out.numel() == 0:
         return
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
-    if shape.batch > _MOST_SEQUENCES:
+    config = config or problem.launch_config()
+    if shape.batch > MOST_SEQUENCES:
         for part, some in _in_parts(problem):
             forward(some, out[part], None if lse is None else lse[part], config)
         return
-    config = config or problem.launch_config()
     hopper, small, tile = config.hopper_forward, config.hopper_small, config.forward
     if hopper is not None and k.numel() and describable(q, k, v):
         launch_sm90.forward(problem, config, hopper, out, lse)
@@ -182,7 +182,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v and sinks; bitwise reproducible."""
     q, k, v, sinks = problem.q, problem.k, problem.v, problem.sinks
-    if q.shape[0] > _MOST_SEQUENCES:
+    config = config or problem.launch_config()
+    if q.shape[0] > MOST_SEQUENCES:
         parts = [
             backward(some, out[x], lse[x], dout[x], None if dlse is None else dlse[x], config)
             for x, some in _in_parts(problem)
@@ -192,7 +193,6 @@ def backward(
         return dq, dk, dv, torch.stack(of_sinks).sum(0) if of_sinks else None
     dq, dk, dv = new_like(q), new_like(k), new_like(v)
     delta = row_dots(dout, dlse, out) if q.numel() else torch.zeros_like(lse)
-    config = config or problem.launch_config()
     hopper = config.hopper_backward
     if q.numel() == 0 or k.numel() == 0:
         for grad in (dq, dk, dv):

@@ -51,7 +51,7 @@ def test_more_sequences_than_a_grid_has(sinks: bool, monkeypatch: pytest.MonkeyP
         batches.append(len(dout))
         return dots(dout, *rest)
 
-    monkeypatch.setattr(launch, "_MOST_SEQUENCES", 2)
+    monkeypatch.setattr(launch, "MOST_SEQUENCES", 2)
     monkeypatch.setattr(launch, "query_grid", query_grid)
     monkeypatch.setattr(launch, "row_dots", row_dots)
     check(Case(20, 20, 2, 1, 16, batch=5, sinks=sinks), config=CONFIG)
