@@ -28,14 +28,30 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
     Raises:
         ConfigError: a setting is unknown, invalid, or contradicts another.
     """
+    model = served_model(vllm_config)
     return resolve_config(
         read_section(vllm_config.additional_config),
         os.environ,
-        _model_section(vllm_config.model_config, "sparse_config"),
-        _model_section(vllm_config.model_config, "nsa"),
+        _model_section(model, "sparse_config"),
+        _model_section(model, "nsa"),
         is_batch_invariant(),
-        getattr(vllm_config.model_config, "model", None),
+        getattr(model, "model", None),
     )
+
+
+def served_model(vllm_config: Any) -> Any:
+    """Return the model whose answers are served, also where the configuration is its draft's."""
+    speculative = vllm_config.speculative_config
+    target = None if speculative is None else speculative.target_model_config
+    return vllm_config.model_config if target is None else target
+
+
+def first_layer(vllm_config: Any) -> int:
+    """Return the index of a model's first layer; a draft's count on from the served model's."""
+    model = served_model(vllm_config)
+    if model is vllm_config.model_config:
+        return 0
+    return int(getattr(model.hf_text_config, "num_hidden_layers", 0))
 
 
 def prefill_pattern(resolved: ResolvedConfig) -> PrefillPattern | None:

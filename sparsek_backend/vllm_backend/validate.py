@@ -17,7 +17,13 @@ from sparsek_backend.models import verify_model
 from . import compat
 from .gates import open_gates
 from .names import NSA_ARCHITECTURE
-from .settings import check_page_size, engine_config, prefill_pattern, require_backend
+from .settings import (
+    check_page_size,
+    engine_config,
+    prefill_pattern,
+    require_backend,
+    served_model,
+)
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 from .sparsek.shards import check_interleave
@@ -51,13 +57,13 @@ def check_engine(vllm_config: Any) -> None:
             _refusal([f"cross-attention of encoder-decoder models not supported (remedy: {LEAVE})"])
         )
     if resolved.nsa is not None:
-        _check_nsa(model, vllm_config)
+        _check_nsa(served_model(vllm_config), vllm_config)
     reasons = _reasons(_selection(vllm_config, resolved)) if not model.is_attention_free else []
     reasons += unserved_attention(model) + _unserved_options(vllm_config, resolved)
     if reasons:
         raise ValueError(_refusal(reasons))
     _check_dense_layers(vllm_config, resolved)
-    _check_pattern(model, resolved)
+    _check_pattern(served_model(vllm_config), resolved)
     _check_gates(vllm_config, resolved)
     if model.attn_type != "encoder_only":
         check_page_size(resolved, _page_size(vllm_config))
@@ -307,7 +313,7 @@ def _check_gates(vllm_config: Any, resolved: ResolvedConfig) -> None:
         ConfigError: gates are missing or of another model, or ranks have parts of a KV head's
             query heads, which one gate query needs together.
     """
-    model = vllm_config.model_config
+    model = served_model(vllm_config)
     gates = open_gates(resolved, model)
     if gates is None:
         return

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.vllm_backend import checks
 from sparsek_backend.vllm_backend.engine import current_engine
+from sparsek_backend.vllm_backend.settings import first_layer
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.api import attend_segment, check_segment, write_index, write_kv
 from sparsek_kernels.paged.attend import attend
@@ -70,7 +71,9 @@ class SparseKImpl(AttentionImpl):
         self.logits_soft_cap = logits_soft_cap or None
         self.sinks = sinks
         self._engine = engine = current_engine()
-        self._vllm_config = weakref.ref(get_current_vllm_config())
+        config = get_current_vllm_config()
+        self._vllm_config = weakref.ref(config)
+        self.first_layer = first_layer(config)  # of its model, whose layers may be a draft's
         self.batch_invariant = engine.resolved.batch_invariant
         self._time_selection = engine.resolved.config.time_selection
         self.dtype = engine.dtype

@@ -117,7 +117,8 @@ class SparseKMetadataBuilder(StepBuilder):
         groups: dict[LayerKind, list[int]] = {}
         policies: Counter[StepPolicy] = Counter()
         for name, layer in layers.items():
-            index, impl = extract_layer_index(name), layer.impl
+            impl = layer.impl
+            index = impl.first_layer + extract_layer_index(name)
             owner = every_layer[impl.kv_sharing_target_layer_name or name]
             whole = compat.attends_whole_context(layer, spec)
             policy = impl.bind(index, spec.block_size, whole, owner.impl, self.device)
