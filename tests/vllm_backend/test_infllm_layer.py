@@ -141,3 +141,17 @@ def test_reading_the_rotation_leaves_the_models_own_as_it_is(current: Any) -> No
         rotary.cos_sin_cache = before
     assert turned.dtype == torch.float32
     torch.testing.assert_close(turned, own[: len(turned)].float(), atol=0, rtol=0)
+
+
+def test_the_rotation_reaches_as_far_as_contexts_do(registered: None, tmp_path: Any) -> None:
+    """Scaled RoPE turns positions beyond ``max_position_embeddings`` too."""
+    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    config = make_config(
+        tmp_path, hf_overrides={"max_position_embeddings": 128, "rope_parameters": scaled}
+    )
+    with building(config):
+        turned = compat.rotation_of(config.model_config)
+    assert turned.shape == (config.model_config.max_model_len, DIM) == (512, DIM)
+    angle = torch.tensor(511 / 4.0) * 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
+    wanted = torch.cat([angle.cos(), angle.sin()])
+    torch.testing.assert_close(turned[511], wanted, atol=1e-4, rtol=0)
