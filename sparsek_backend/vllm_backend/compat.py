@@ -295,6 +295,15 @@ def is_full_attention(spec: Any) -> bool:
     )
 
 
+def is_part(spec: Any) -> bool:
+    """Whether a KV cache spec is of a layer that attends a window or a chunk, K and V apart."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    parts = interface.SlidingWindowSpec, interface.ChunkedLocalAttentionSpec
+    latent = getattr(interface, "SlidingWindowMLASpec", ())
+    return isinstance(spec, parts) and not isinstance(spec, latent)
+
+
 def attends_whole_context(layer: Any, spec: Any) -> bool:
     """Whether a layer without a window attends every token of a sequence.
 
