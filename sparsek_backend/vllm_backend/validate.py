@@ -13,6 +13,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from sparsek_backend.config import DEFAULTS, ConfigError, ResolvedConfig
 from sparsek_backend.infllm import MODEL_CONFIG
 from sparsek_backend.models import verify_model
+from sparsek_kernels.paged.policy import CELL
+from sparsek_kernels.paged.sample import CELL_BITS
 
 from . import compat
 from .gates import open_gates
@@ -62,6 +64,7 @@ def check_engine(vllm_config: Any) -> None:
     reasons += unserved_attention(model) + _unserved_options(vllm_config, resolved)
     if reasons:
         raise ValueError(_refusal(reasons))
+    _check_context(model.max_model_len, resolved)
     _check_dense_layers(vllm_config, resolved)
     _check_pattern(served_model(vllm_config), resolved)
     _check_gates(vllm_config, resolved)
@@ -247,6 +250,17 @@ def _page_size(vllm_config: Any) -> int:
     if cache.user_specified_block_size:
         return size
     return SparseKBackend.get_preferred_block_size(size)
+
+
+def _check_context(longest: int, resolved: ResolvedConfig) -> None:
+    """Check that lists can number the cells of the longest context, where cells are chosen."""
+    most = CELL << CELL_BITS
+    if resolved.config.by_records and longest > most:
+        raise ConfigError(
+            f"SPARSEK setting mode (from {resolved.sources['mode']}): expected a max_model_len of "
+            f"at most {most} tokens in mode {resolved.config.mode!r}, got {longest}; remedy: "
+            f"--max-model-len {most}, or mode sink_window or dense"
+        )
 
 
 def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:

@@ -235,6 +235,22 @@ def test_every_layer_of_the_model_may_be_dense(llama: Path) -> None:
         configure(llama, additional_config={"sparsek": {"dense_layers": layers}})
 
 
+def test_contexts_that_no_list_can_number_stop_the_start(llama: Path) -> None:
+    """As of Llama 4 Scout, whose own limit is 10M tokens."""
+
+    def start(length: int, mode: str) -> None:
+        overrides = {"max_position_embeddings": 10 << 20}
+        settings = {"sparsek": {"mode": mode}}
+        configure(llama, hf_overrides=overrides, max_model_len=length, additional_config=settings)
+
+    most = 4 << 20
+    start(most, "block_topk")
+    start(most + 1, "sink_window")
+    words = rf"max_model_len of at most {most} .* got {most + 1}; remedy: --max-model-len {most}"
+    with pytest.raises(ValueError, match=words):
+        start(most + 1, "block_topk")
+
+
 def test_settings_from_the_environment_stop_the_start(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
