@@ -41,8 +41,8 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
 
 def served_model(vllm_config: Any) -> Any:
     """Return the model whose answers are served, also where the configuration is its draft's."""
-    speculative = vllm_config.speculative_config
-    target = None if speculative is None else speculative.target_model_config
+    speculative = getattr(vllm_config, "speculative_config", None)
+    target = getattr(speculative, "target_model_config", None)
     return vllm_config.model_config if target is None else target
 
 
