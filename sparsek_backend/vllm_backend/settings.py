@@ -68,7 +68,7 @@ def prefill_pattern(resolved: ResolvedConfig) -> PrefillPattern | None:
     source = f"SPARSEK setting pattern (from {resolved.sources['pattern']})"
     try:
         found = PrefillPattern.load(config.pattern)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
             f"{source}: {error}; remedy: make the file with `sparsek patterns learn MODEL "
             "--prefill --out FILE`"

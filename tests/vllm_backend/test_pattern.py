@@ -117,6 +117,8 @@ def test_a_budget_over_every_context_stops_the_start(name: str, file: Path, tmp_
 def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pattern \(from .*\): path: expected a pattern file"):
         make_config(tmp_path, additional_config={"sparsek": settings(tmp_path / "gone")})
+    with pytest.raises(ValueError, match=r"pattern \(from .*\): .* too long.*; remedy: make"):
+        make_config(tmp_path, additional_config={"sparsek": settings(Path("a" * 300))})
 
 
 @pytest.mark.engine
