@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -102,6 +103,16 @@ def test_kernels_of_means_are_compiled_at_the_start(
     assert [b.seq_lens_host for b in means] == [b.seq_lens_host for b in attended]
     assert len(writes) == 2 * len(means)  # and the rows of each
     assert all(batch.rotation is builder.rotation for batch in attended)
+
+
+def test_heads_of_another_size_stop_the_start(current: Any, request: Any) -> None:
+    """As a draft model's; its first step would end the engine."""
+    layer = make_layer(1, head_size=2 * DIM)
+    turns_back = request.node.callspec.id == "use_nope"
+    words = f"layer 1 has heads of {2 * DIM} channels, .* of heads of {DIM}; use dense_layers"
+    with pytest.raises(NotImplementedError, match=words) if turns_back else nullcontext():
+        make_builder(layer, current)
+    make_builder(make_layer(0, head_size=2 * DIM), current)  # it attends everything
 
 
 def test_the_rotation_goes_to_the_device_once() -> None:

@@ -122,7 +122,8 @@ class SparseKImpl(AttentionImpl):
                 cache it shares.
 
         Raises:
-            NotImplementedError: the layer selects blocks, and another backend writes its pages.
+            NotImplementedError: the layer selects blocks, and another backend writes its pages, or
+                its heads have another size than those whose positions are undone.
         """
         if self.may_select and full_attention:
             site = LayerSite(layer_index, self.num_kv_heads, owner is self, device)
@@ -133,6 +134,13 @@ class SparseKImpl(AttentionImpl):
             raise NotImplementedError(
                 "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "
                 "layer, which writes no block summaries; select SPARSEK for every layer"
+            )
+        rotation = self._engine.rotation
+        if policy.selects_blocks and rotation is not None and rotation.shape[1] != self.head_size:
+            raise NotImplementedError(
+                f"SPARSEK: layer {layer_index} has heads of {self.head_size} channels, and blocks "
+                f"are ranked without the positions of heads of {rotation.shape[1]}; use "
+                "dense_layers with it, or mode block_topk"
             )
         # An owner that attends everything writes summaries too.
         for layer in (self, owner) if policy.selects_blocks else ():
