@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -120,17 +121,20 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
         return
     size = config.sel_block_size
     source = resolved.sources["sel_block_size"]
+    segments = not config.by_records or page_size % SEGMENT == 0
+    fitting = math.lcm(size, SEGMENT) if config.by_records else size
     if page_size % size and size % page_size:
+        fixed = config.mode in ("infllm", "seer") or not segments
         raise ConfigError(
             f"SPARSEK setting sel_block_size (from {source}): expected a divisor or a multiple of "
-            f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {size}, or set "
-            f"sel_block_size to {page_size}"
+            f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {fitting}"
+            + ("" if fixed else f", or set sel_block_size to {page_size}")
         )
-    if config.by_records and page_size % SEGMENT:
+    if not segments:
         raise ConfigError(
             f"SPARSEK setting decode_tokens (from {resolved.sources['decode_tokens']}): expected "
             f"KV pages of a multiple of {SEGMENT} tokens, got {page_size}; remedy: --block-size "
-            f"{SEGMENT}, or mode sink_window or dense"
+            f"{fitting}, or mode sink_window or dense"
         )
     if config.mode == "seer" and page_size % size:
         raise ConfigError(
