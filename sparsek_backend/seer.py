@@ -48,8 +48,9 @@ class SeerSelection(BaseModel):
             files = [folder / name for name in WEIGHTS] if folder else []
             weights = [path for path in files if path.is_file()]
         except (OSError, RuntimeError) as error:  # nobody may look, or there is no such user
-            reason = f"SPARSEK setting gates: got {shown(gates)}: {error}; {_REMEDY}"
-            raise ConfigError(reason) from None
+            raise ConfigError(
+                f"SPARSEK setting gates: got {shown(gates)}: {error}; {_REMEDY}"
+            ) from None
         if folder is None or not weights:
             raise ConfigError(
                 "SPARSEK setting gates: mode 'seer' expected a folder with config.json and "
