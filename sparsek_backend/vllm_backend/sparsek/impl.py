@@ -255,15 +255,15 @@ class SparseKImpl(AttentionImpl):
         operands = self._operands(layer, query, self._pages.cached(kv_cache), out)
         shards, batch = attn_metadata.shards, attn_metadata.batch
         self._write_index(operands, shards.batch if shards else batch)
-        if reason := self.fallback_reason or attn_metadata.fallback_reason:
-            clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-            fallback.attend_pages(self, operands, attn_metadata, reason, clamped)
-        elif shards is not None:
+        if shards is not None:
             attend_shards(operands, kv_cache, shards, self.own, self._pages)
-        else:
+        elif self.fallback_reason is None:
             segments = self._segments(operands, batch, self.policy, attn_metadata.seq_lens)
             for mine, segment in each_segment(operands, segments):
                 self._attend(mine, segment)
+        if self.fallback_reason or attn_metadata.mm_prefix_range:
+            clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+            fallback.attend_pages(self, operands, attn_metadata, clamped)
         return output
 
     def _operands(
