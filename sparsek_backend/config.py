@@ -420,6 +420,8 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, dict[str, Any
 
 def _parse(name: str, text: str) -> object:
     """Read a variable as JSON; any other text stays as it is, for the validator to refuse."""
+    if name in ("pattern", "gates"):  # a path, which may be a number
+        return text
     if name == "dense_layers" and "," in text and not text.startswith("["):
         text = f"[{text}]"
     try:

@@ -274,9 +274,14 @@ def check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
     """The ``SPARSEK_*`` environment variables."""
+    mode = environ.get("SPARSEK_MODE", "").strip()
     try:
-        from sparsek_backend.config import resolve_config
+        from sparsek_backend.config import check_values, resolve_config
 
+        if mode in ("infllm", "nsa") or (mode == "seer" and not environ.get("SPARSEK_GATES")):
+            check_values(None, environ)
+            yield Finding("settings", "note", f"mode={mode}; the rest is the model's to say")
+            return
         resolved = resolve_config(None, environ)
     except ModuleNotFoundError as error:
         yield _problem("settings", f"{error.name} is not installed", f"pip install {error.name}")

@@ -230,6 +230,21 @@ def test_settings_are_shown_as_they_would_be_used() -> None:
     assert "top_k=8" in finding.detail
 
 
+@pytest.mark.parametrize("mode", ["infllm", "seer", "nsa"])
+def test_modes_that_take_the_model_are_no_problem(mode: str) -> None:
+    (finding,) = doctor.check_settings({"SPARSEK_MODE": mode})
+    assert (finding.status, finding.remedy) == ("note", "")
+    assert f"mode={mode}" in finding.detail
+    (finding,) = doctor.check_settings({"SPARSEK_MODE": mode, "SPARSEK_WINDOW_SIZE": "0"})
+    assert (finding.status, "SPARSEK_WINDOW_SIZE" in finding.detail) == ("problem", True)
+
+
+def test_gates_that_are_named_are_looked_at(tmp_path: Path) -> None:
+    named = {"SPARSEK_MODE": "seer", "SPARSEK_GATES": str(tmp_path)}
+    (finding,) = doctor.check_settings(named)
+    assert (finding.status, str(tmp_path) in finding.detail) == ("problem", True)
+
+
 def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (finding,) = doctor.check_model()

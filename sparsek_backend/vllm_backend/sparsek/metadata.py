@@ -61,11 +61,6 @@ class SparseKMetadata(StepMetadata):
     mm_prefix_range: Ranges | None
     shards: ShardedStep | None  # where the pages are, if several ranks hold them between them
 
-    @property
-    def fallback_reason(self) -> str | None:
-        """Why this step's mask needs the SDPA fallback, or ``None``."""
-        return "bidirectional prefix" if self.mm_prefix_range else None
-
 
 class SparseKMetadataBuilder(StepBuilder):
     """Builds a step's metadata from vLLM's, without synchronising with the device."""
@@ -117,7 +112,8 @@ class SparseKMetadataBuilder(StepBuilder):
         groups: dict[LayerKind, list[int]] = {}
         policies: Counter[StepPolicy] = Counter()
         for name, layer in layers.items():
-            index, impl = extract_layer_index(name), layer.impl
+            impl = layer.impl
+            index = impl.first_layer + extract_layer_index(name)
             owner = every_layer[impl.kv_sharing_target_layer_name or name]
             whole = compat.attends_whole_context(layer, spec)
             policy = impl.bind(index, spec.block_size, whole, owner.impl, self.device)
@@ -245,20 +241,16 @@ def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:
 
 
 def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:
-    """Return each request's bidirectional ranges, if a new token of the step is in any.
+    """Return the bidirectional ranges of each request with a new token in any, if there is one.
 
     Args:
         first_position: ``[R]`` position of each request's first new token.
     """
-    ranges = getattr(common, "mm_req_doc_ranges", None)
-    if not ranges:
-        return None
-    live = any(
-        high >= first_position[request]
-        for request, found in ranges.items()
-        for low, high in found
-        if low < high
-    )
+    live = {
+        request: found
+        for request, found in (getattr(common, "mm_req_doc_ranges", None) or {}).items()
+        if any(high >= first_position[request] for low, high in found if low < high)
+    }
     if not live:
         return None
-    return tuple(ranges.get(request, ()) for request in range(common.num_reqs))
+    return tuple(live.get(request, ()) for request in range(common.num_reqs))
