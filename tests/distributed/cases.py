@@ -22,6 +22,7 @@ from transformers.integrations import flash_attention
 from examples import train_context_parallel, train_transformers_fsdp2
 from examples.verl_sink_window import SinkWindowAttention
 from sparsek_backend.distributed import (
+    Compression,
     SequenceLayout,
     calls,
     context_parallel_block_sparse_attention,
@@ -33,6 +34,7 @@ from sparsek_backend.distributed import (
 )
 from sparsek_backend.distributed.exchange import Exchange
 from sparsek_backend.nn import (
+    CompressionMLP,
     NativeSparseAttention,
     NSAConfig,
     NSALlamaConfig,
@@ -259,6 +261,20 @@ def call_layer_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> Non
     arguments = {"hidden_states": torch.randn(1, 12, 24)}
     arguments.update(changed.get(mesh.get_local_rank(), {}))
     build({}, torch.float32, mesh)(**arguments)
+
+
+def compress_with_another_map(mesh: DeviceMesh) -> None:
+    """A call whose map for values is one for blocks of another size, on rank 1 alone."""
+    maps = [CompressionMLP(size, 8, 8).weights(torch.float32) for size in (8, 16)]
+    phi_k, phi_v = maps[0], maps[mesh.get_local_rank()]
+    x, gate = torch.randn(1, 16, 2, 8), torch.rand(1, 16, 2)
+    context_parallel_nsa_attention(
+        *(x, x, x, (gate, gate, gate)),
+        mesh=mesh,
+        layout=SequenceLayout(32, 2),
+        compression=Compression(x, x, phi_k, phi_v),
+        spec=NSAConfig.from_dict(SMALL).spec,
+    )
 
 
 def new_model(mesh: DeviceMesh | None = None, tied: bool = False) -> NSALlamaForCausalLM:
