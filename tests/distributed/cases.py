@@ -326,11 +326,21 @@ def train(
     model.save_pretrained(folder)
 
 
-def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays) -> Arrays:
-    """Logits and gradients of a model under tensor parallelism alone."""
-    model = tensor_parallel(new_model(), mesh)
-    logits = model(torch.from_numpy(whole["tokens"]))
-    logits.backward(torch.from_numpy(whole["dout"]))
+def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays, context: bool = False) -> Arrays:
+    """Logits and gradients of a model under tensor parallelism, of 2 x 2 ranks with ``context``."""
+    tokens, dout = (torch.from_numpy(whole[name]) for name in ("tokens", "dout"))
+    if context:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+        layout = SequenceLayout(tokens.shape[1], 2, "zigzag")
+        model = tensor_parallel(new_model(both["cp"]), both["tp"])
+        mine = model(shard(tokens, both["cp"], layout), layout=layout)
+        mine.backward(shard(dout, both["cp"], layout))
+        sum_gradients(model.parameters(), both["cp"])
+        logits = unshard(mine, both["cp"], layout)
+    else:
+        model = tensor_parallel(new_model(), mesh)
+        logits = model(tokens)
+        logits.backward(dout)
     found = {"logits": logits.detach().numpy()}
     for path, module in model.named_modules():
         for name, x in module.named_parameters(recurse=False):
@@ -362,12 +372,20 @@ def summed_gradients(mesh: DeviceMesh, dtype: str) -> np.ndarray:
     return used.grad.float().numpy()
 
 
-def uneven_gradients(mesh: DeviceMesh) -> None:
-    """One rank has no gradient."""
-    weight = torch.nn.Parameter(torch.zeros(3))
-    if mesh.get_local_rank():
-        weight.grad = torch.ones(3)
-    sum_gradients([weight], mesh)
+def uneven_gradients(mesh: DeviceMesh, lacking: list[list[int]]) -> None:
+    """Gradients of like weights, but for those that a rank lacks."""
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for index, weight in enumerate(weights):
+        if index not in lacking[mesh.get_local_rank()]:
+            weight.grad = torch.ones(3)
+    sum_gradients(weights, mesh)
+
+
+def sharded_gradients(mesh: DeviceMesh) -> None:
+    """Gradients that FSDP2 has summed over the mesh."""
+    layer = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    layer(torch.ones(1, 4)).sum().backward()
+    sum_gradients(layer.parameters(), mesh)
 
 
 def run_example(_: DeviceMesh, arguments: list[str]) -> list[float]:

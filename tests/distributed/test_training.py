@@ -37,14 +37,15 @@ def test_steps_of_four_ranks_are_those_of_one(
         torch.testing.assert_close(found[name], x, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_tensor_parallel_gradients(ranks: Ranks) -> None:
+@pytest.mark.parametrize("context", [False, True])
+def test_tensor_parallel_gradients(ranks: Ranks, context: bool) -> None:
     torch.manual_seed(2)
     tokens, dout = torch.randint(64, (2, 40)), torch.randn(2, 40, 64)
     whole = {"tokens": tokens.numpy(), "dout": dout.numpy()}
     model = cases.new_model()
     logits = model(tokens)
     logits.backward(dout)
-    for found in ranks.run(2, cases.head_parallel_gradients, whole):
+    for found in ranks.run(4 if context else 2, cases.head_parallel_gradients, whole, context):
         torch.testing.assert_close(torch.from_numpy(found.pop("logits")), logits.detach())
         for name, parameter in model.named_parameters():
             path, _, rest = name.partition(".self_attn.")
@@ -79,10 +80,17 @@ def test_gradients_are_summed_once(ranks: Ranks, dtype: str) -> None:
         assert np.array_equal(found, [10, 10, 10])
 
 
-def test_gradients_that_a_rank_lacks(ranks: Ranks) -> None:
-    for done, what in ranks.outcomes(2, cases.uneven_gradients):
+@pytest.mark.parametrize("lacking", [[[0, 1], [0]], [[0], [1]]], ids=["one", "each another"])
+def test_gradients_that_a_rank_lacks(ranks: Ranks, lacking: list[list[int]]) -> None:
+    for done, what in ranks.outcomes(2, cases.uneven_gradients, lacking):
         assert not done
         assert what[1].startswith("parameters: expected the same on all ranks")
+
+
+def test_gradients_are_not_summed_twice(ranks: Ranks) -> None:
+    for done, what in ranks.outcomes(2, cases.sharded_gradients):
+        assert not done
+        assert what[1].startswith("parameters: expected whole ones on the ranks of"), what[1]
 
 
 def test_example_goes_on_with_fewer_ranks(ranks: Ranks, tmp_path: Path) -> None:
