@@ -242,9 +242,11 @@ def unshard(
                 f"x: expected {layout.tokens_per_rank} tokens in dimension {dim}, "
                 f"got shape {list(x.shape)}"
             )
-    shards = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(channel.size)]
-    with channel.watched():
-        dist.all_gather(shards, x.detach().contiguous(), group=channel.group)
+    mine = x.detach().contiguous()
+    shards = [torch.empty_like(mine) for _ in range(channel.size)]
+    with channel.watched():  # as bytes: gloo does not know all dtypes
+        whole = [y.view(torch.uint8) for y in shards]
+        dist.all_gather(whole, mine.view(torch.uint8), group=channel.group)
     parts = []
     for part, ranges in zip(shards, layout.chunks, strict=True):
         sizes = [hi - lo for lo, hi in ranges]

@@ -170,6 +170,8 @@ def round_trip(mesh: DeviceMesh, layout: SequenceLayout) -> tuple[np.ndarray, np
     rank = mesh.get_local_rank()
     assert torch.equal(mine[0, :, 0], layout.token_indices(rank))
     positions = layout.position_ids(rank)[:, None]
+    for dtype in (torch.int16, torch.float8_e5m2, torch.bool):
+        assert torch.equal(unshard(mine.to(dtype), mesh, layout).long(), stream.to(dtype).long())
     return unshard(mine, mesh, layout).numpy(), unshard(positions, mesh, layout, 0).numpy()
 
 
