@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flash_attention
@@ -35,6 +36,7 @@ from sparsek_backend.distributed import (
 from sparsek_backend.distributed.exchange import Exchange
 from sparsek_backend.nn import (
     CompressionMLP,
+    KVHeadParallel,
     NativeSparseAttention,
     NSAConfig,
     NSALlamaConfig,
@@ -42,6 +44,7 @@ from sparsek_backend.nn import (
     native_sparse_attention,
     tensor_parallel,
 )
+from sparsek_backend.nn.llama import is_sharded
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
 from sparsek_backend.transformers_op import attention
@@ -279,11 +282,13 @@ def compress_with_another_map(mesh: DeviceMesh) -> None:
     )
 
 
-def new_model(mesh: DeviceMesh | None = None, tied: bool = False) -> NSALlamaForCausalLM:
+def new_model(
+    mesh: DeviceMesh | None = None, tied: bool = False, neurons: int = 48
+) -> NSALlamaForCausalLM:
     """A model of two layers, the same on every rank."""
     torch.manual_seed(0)
     nsa = NSAConfig.from_dict({**SMALL, "shared_kv": tied})
-    config = NSALlamaConfig(64, 24, 48, 2, 4, 2, 8, tie_word_embeddings=tied, nsa=nsa)
+    config = NSALlamaConfig(64, 24, neurons, 2, 4, 2, 8, tie_word_embeddings=tied, nsa=nsa)
     return NSALlamaForCausalLM(config, mesh)
 
 
@@ -352,8 +357,15 @@ def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays, context: bool = Fal
 
 
 def wrong_tensor_parallel(mesh: DeviceMesh, then: str) -> None:
-    """More ranks than KV heads, a model that is parallel already, a state for one that is not."""
-    model = tensor_parallel(new_model(), mesh)
+    """Ranks that cannot share it, a model that is parallel already, a state for one that is not."""
+    model = new_model(neurons=49 if then == "neurons" else 48)
+    if then == "layer":
+        parallelize_module(model, mesh, {"model.layers.0.self_attn": KVHeadParallel()})
+    try:
+        tensor_parallel(model, mesh)
+    except ValueError:
+        assert not is_sharded(model)  # it is as it was
+        raise
     if then == "again":
         tensor_parallel(model, mesh)
     if then == "load":

@@ -60,7 +60,9 @@ def test_tensor_parallel_gradients(ranks: Ranks, context: bool) -> None:
 @pytest.mark.parametrize(
     ("size", "then", "error", "message"),
     [
-        (4, "", "ValueError", "device_mesh: expected a divisor of 2 KV heads"),
+        (4, "", "ValueError", "mesh: expected a divisor of num_key_value_heads=2, got 4 ranks"),
+        (4, "layer", "ValueError", "device_mesh: expected a divisor of 2 KV heads"),
+        (2, "neurons", "ValueError", "mesh: expected a divisor of intermediate_size=49, got 2"),
         (2, "again", "ValueError", "model: expected whole weights"),
         (2, "load", "RuntimeError", "stacked_by_head"),
     ],
