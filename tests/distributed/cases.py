@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -354,6 +355,16 @@ def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays, context: bool = Fal
             assert x.grad.placements == x.placements
             found[f"{path}.{name}"] = x.grad.full_tensor().numpy()
     return found
+
+
+def save_wrapped(_: DeviceMesh, folder: str) -> None:
+    """A folder of a model under tensor parallelism, with layers that torch wraps."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "tp"))
+    model = tensor_parallel(new_model(), both["tp"])
+    first, second = model.model.layers
+    model.model.layers[0] = checkpoint_wrapper(first)
+    second.self_attn = torch.compile(second.self_attn)
+    model.save_pretrained(folder)
 
 
 def wrong_tensor_parallel(mesh: DeviceMesh, then: str) -> None:

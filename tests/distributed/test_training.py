@@ -57,6 +57,12 @@ def test_tensor_parallel_gradients(ranks: Ranks, context: bool) -> None:
         assert not found
 
 
+def test_wrapped_layers_are_saved_under_their_names(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, cases.save_wrapped, str(tmp_path))
+    saved, due = NSALlamaForCausalLM.from_pretrained(tmp_path), cases.new_model().state_dict()
+    torch.testing.assert_close(saved.state_dict(), due, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("size", "then", "error", "message"),
     [
