@@ -108,6 +108,10 @@ class LearnedPattern(torch.nn.Module):
         self._batches = 0
         self._made: dict[int, tuple[torch.Tensor, int, BlockSparsePattern]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles have: their masks count changes anew, so no made pattern."""
+        return {**self.__dict__, "_made": {}}
+
     @property
     def pattern(self) -> BlockSparsePattern:
         """The blocks that are attended now."""

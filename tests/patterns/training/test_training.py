@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import warnings
 from typing import Any
 
@@ -160,6 +161,17 @@ def test_a_saved_layer_goes_on(gates: bool) -> None:
     assert other.pattern.density == 15 / 25, "the pattern before"
     twin = copy.deepcopy(layer)
     torch.testing.assert_close(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("how", ["copied", "pickled"])
+def test_a_copy_attends_the_state_that_it_loads(how: str) -> None:
+    learned, dense = LearnedPattern(2, 1, 64, 16), LearnedPattern(2, 1, 64, 16)
+    for _ in range(3):
+        learned.set_mask(torch.eye(4, dtype=torch.bool).expand(1, 4, 4))
+        assert learned.pattern.num_blocks == 4
+        twin = copy.deepcopy(learned) if how == "copied" else pickle.loads(pickle.dumps(learned))
+        twin.load_state_dict(dense.state_dict())
+        assert twin.pattern.num_blocks == 10
 
 
 def test_a_state_that_lacks_the_importance_is_refused() -> None:
