@@ -10,7 +10,7 @@ import torch
 from sparsek_backend.patterns.masses import Measure, sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
-from sparsek_backend.patterns.training.tracker import ImportanceTracker, Reduction
+from sparsek_backend.patterns.training.tracker import ImportanceTracker, Reduction, over_ranks
 from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_heads, check_int
@@ -159,10 +159,10 @@ class LearnedPattern(torch.nn.Module):
         """``[P, R, C]``: by the gates where there are some, else by the tracker.
 
         Args:
-            group: the process group that the tracker reduces over.
+            group: the process group to reduce over; the default one when ``None``.
         """
         if self.gates is not None:
-            return self.gates.probabilities().detach()
+            return over_ranks(self.gates.probabilities().detach(), "mean", group)
         return self.tracker.value(group)
 
     def observe(
