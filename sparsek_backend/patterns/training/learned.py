@@ -201,7 +201,9 @@ class LearnedPattern(torch.nn.Module):
             return gated_attention(
                 q, k, v, pattern, gates, causal=self.causal, softmax_scale=softmax_scale
             )
-        if self.training and rows == self.keep.shape[1]:
+        # Activation checkpointing computes again within the backward pass what was counted before.
+        again = torch._C._current_graph_task_id() != -1
+        if self.training and rows == self.keep.shape[1] and not again:
             if self._batches % self.options.every == 0:
                 self.observe(q, k, v, softmax_scale)
             self._batches += 1

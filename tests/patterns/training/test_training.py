@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.patterns.training import (
@@ -101,6 +102,15 @@ def test_a_loss_may_be_negative() -> None:
     assert (scheduler.sparsity, scheduler.reverts) == (0.5, 0)
     assert scheduler.step(-0.4)  # 60 % of its size above -1
     assert scheduler.reverts == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
+    layer = SparseAttentionLayer(32, 2, 64, 16)
+    for _ in range(2):
+        x = torch.randn(1, 64, 32, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert int(layer.attention.tracker.added) == layer.attention._batches == 2
 
 
 def test_pruned_blocks_may_return() -> None:
