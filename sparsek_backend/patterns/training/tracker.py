@@ -48,7 +48,7 @@ class ImportanceTracker(torch.nn.Module):
 
     @torch.no_grad()
     def add(self, mass: torch.Tensor) -> None:
-        """Count a batch, ``[P, R, C]``.  Does not wait for the device.
+        """Count a batch, ``[P, R, C]``, unless it is not finite.  Does not wait for the device.
 
         Raises:
             ValueError: another shape.
@@ -57,12 +57,14 @@ class ImportanceTracker(torch.nn.Module):
             raise ValueError(
                 f"mass: expected shape {list(self.history.shape[1:])}, got {list(mass.shape)}"
             )
+        place = (self.added % self.history.shape[0])[None]
+        before, new = self.history.index_select(0, place), mass[None].float()
         if self.reduction == "ema":
-            self.history.lerp_(mass[None].float(), 1.0 - self.decay)
-        else:
-            place = (self.added % self.history.shape[0])[None]
-            self.history.index_copy_(0, place, mass[None].float())
-        self.added += 1
+            new = before.lerp(new, 1.0 - self.decay)
+        # One overflow would stay in a moving average for ever.
+        finite = mass.isfinite().all()
+        self.history.index_copy_(0, place, torch.where(finite, new, before))
+        self.added += finite
 
     def value(self, group: Any = None) -> torch.Tensor:
         """``[P, R, C]`` fp32 importance, of all ranks where training is data parallel.
@@ -71,11 +73,11 @@ class ImportanceTracker(torch.nn.Module):
             group: the process group to reduce over; the default one when ``None``.
 
         Raises:
-            ValueError: no batch was added.
+            ValueError: no finite batch was added.
         """
         added = int(self.added)
         if added == 0:
-            raise ValueError("tracker: expected at least one batch, got none")
+            raise ValueError("tracker: expected at least one batch of finite masses, got none")
         if self.reduction == "ema":
             found = self.history[0] / (1.0 - self.decay**added)
         elif self.reduction == "max":
