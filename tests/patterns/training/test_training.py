@@ -45,6 +45,8 @@ def test_schedules(shape: Any) -> None:
     assert [s for s in range(40) if schedule.due(s)] == [10, 15, 20, 25, 30, 35]
     assert schedule.sparsity(9) == 0.0
     assert schedule.sparsity(30) == schedule.sparsity(99) == 0.8
+    odd = SparsitySchedule(0.8, begin=10, end=33, every=10)
+    assert [s for s in range(45) if odd.due(s)] == [10, 20, 30, 33, 40], "final is reached at end"
     middle = {"cubic": 0.8 - 0.6 / 8, "linear": 0.5, "constant": 0.8}[shape]
     assert schedule.sparsity(20) == pytest.approx(middle)
 
