@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from sparsek_backend.patterns import BlockSparsePattern, ModelPatterns
 from sparsek_backend.patterns.tools.cli import app
+from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
 
 runner = CliRunner()
@@ -191,6 +193,16 @@ def test_a_file_that_is_no_matrix_takes_one_line(content: bytes, tmp_path: Path)
     result = runner.invoke(app, ["stats", str(path), "--block-size", "16"])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: path: expected a scipy sparse matrix")
+
+
+def test_a_damaged_matrix_is_a_value_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    write_patterns(ModelPatterns({0: BlockSparsePattern.local((9, 9), 16, window=3)}), path)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 3]) + content[place + 1 :])
+        with suppress(ValueError):  # some bytes nobody reads
+            read_patterns(path, block_size=16)
 
 
 def test_layers_may_share_a_pattern(tmp_path: Path) -> None:
