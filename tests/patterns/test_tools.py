@@ -173,10 +173,13 @@ def test_convert_command(file: Path, tmp_path: Path) -> None:
             ["learn", "m", "--out", "x", "--windows", "--pooled"],
             "error: --windows: expected neither",
         ),
+        (["learn", "m", "--out", "x", "--windows", "--window", "2"], "error: --windows: expected"),
+        (["learn", "m", "--out", "x", "--windows", "--measure", "l1"], "error: --windows: expec"),
         (
             ["learn", "m", "--out", "x", "--prefill", "--model-budget"],
             "error: --prefill: expected neither",
         ),
+        (["learn", "m", "--out", "x", "--prefill", "--preset", "high_accuracy"], "error: --prefi"),
     ],
 )
 def test_errors_take_one_line(arguments: list[str], message: str, file: Path) -> None:
