@@ -95,6 +95,10 @@ def test_layers_have_one_grid() -> None:
         ModelPatterns({0: pattern, 1: BlockSparsePattern.local((4, 4), 32, window=1)})
     with pytest.raises(ValueError, match="patterns: expected one block size and shape"):
         ModelPatterns({})
+    with pytest.raises(ValueError, match="sparsity: expected 0 to below 1"):
+        ModelPatterns({0: pattern}, sparsity=1.0)
+    with pytest.raises(ValueError, match="layer: expected an integer >= 0, got -1"):
+        ModelPatterns({-1: pattern})
 
 
 def test_statistics_by_hand() -> None:
