@@ -196,3 +196,6 @@ def test_refuses(message: str, arguments: dict[str, Any]) -> None:
         graph_layout(EDGES, 3, 16, **arguments)
     with pytest.raises(ValueError, match=r"x: expected shape \[N, 4\]"):
         GraphAttention(4, 8)(torch.randn(3, 5), EDGES)
+    layout, batch = graph_layout(EDGES, 3, 16), torch.tensor([0, 0, 0])
+    with pytest.raises(ValueError, match="batch: expected None with a layout"):
+        GraphAttention(4, 8)(torch.randn(3, 4), layout, batch)
