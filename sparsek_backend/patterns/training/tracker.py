@@ -69,22 +69,25 @@ class ImportanceTracker(torch.nn.Module):
     def value(self, group: Any = None) -> torch.Tensor:
         """``[P, R, C]`` fp32 importance, of all ranks where training is data parallel.
 
+        Ranks to which no batch was added, such as those that saw short inputs alone, do not count.
+
         Args:
             group: the process group to reduce over; the default one when ``None``.
 
         Raises:
-            ValueError: no finite batch was added.
+            ValueError: no finite batch was added, on any rank.
         """
-        added = int(self.added)
-        if added == 0:
+        share = over_ranks((self.added > 0).float(), "mean", group)  # of the ranks
+        if not share:
             raise ValueError("tracker: expected at least one batch of finite masses, got none")
+        added = max(int(self.added), 1)
+        if self.reduction == "max":
+            return over_ranks(self.history.amax(0), "max", group)
         if self.reduction == "ema":
             found = self.history[0] / (1.0 - self.decay**added)
-        elif self.reduction == "max":
-            found = self.history.amax(0)
         else:
             found = self.history.sum(0) / min(added, self.history.shape[0])
-        return over_ranks(found, "max" if self.reduction == "max" else "mean", group)
+        return over_ranks(found, "mean", group) / share
 
     @torch.no_grad()
     def reset(self) -> None:

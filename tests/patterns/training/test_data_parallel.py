@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sparsek_backend.patterns.training import (
+    ImportanceOptions,
     LearnedPattern,
     PatternScheduler,
     Pruning,
@@ -40,6 +42,15 @@ def pruned_by_gates(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return learned.gates.probabilities().detach(), learned.pattern.mask()
 
 
+def importance_of_one(rank: int, reduction: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rank 0 saw, and the importance, where rank 1 saw nothing but a short input."""
+    learned = LearnedPattern(2, 1, 128, 16, importance=ImportanceOptions(reduction=reduction))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, (128, 64)[rank], heads, 16) for heads in (2, 1, 1))
+    learned(q, k, v)
+    return learned.tracker.history.sum(0), learned.importance()
+
+
 def work(rank: int, folder: str) -> None:
     """One of two ranks under DDP.
 
@@ -49,14 +60,15 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    torch.save((train(rank), pruned_by_gates(rank)), Path(folder) / f"{rank}.pt")
+    seen = [importance_of_one(rank, x) for x in ("mean", "max", "ema")]
+    torch.save((train(rank), pruned_by_gates(rank), seen), Path(folder) / f"{rank}.pt")
     torch.distributed.barrier()  # no rank may go while the other still talks to it
     torch.distributed.destroy_process_group()
 
 
 def test_ranks_hold_one_pattern(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
-    ((own, mask, jumped), gated), ((other, twin, jumped_too), gated_too) = (
+    ((own, mask, jumped), gated, seen), ((other, twin, jumped_too), gated_too, seen_too) = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)
     )
     assert not torch.allclose(own, other), "each rank saw its own data"
@@ -67,5 +79,10 @@ def test_ranks_hold_one_pattern(tmp_path: Path) -> None:
     assert not torch.equal(mask, rule.mask(own, visible, 0.4))
     assert torch.equal(gated[1], rule.mask((gated[0] + gated_too[0]) / 2, visible, 0.4))
     assert torch.equal(gated[1], gated_too[1])
+    for (history, importance), (_, importance_too), factor in zip(
+        seen, seen_too, (1, 1, 10), strict=True
+    ):
+        torch.testing.assert_close(importance, history * factor)
+        assert torch.equal(importance, importance_too)
     assert jumped is True
     assert jumped_too is True
