@@ -138,8 +138,19 @@ def _timeout(group: dist.ProcessGroup, kind: str) -> Any:
 _channels: MutableMapping[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 
 
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Check that a mesh has one dimension, and this rank in it."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass mesh['name']")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh: expected it to hold this rank, {dist.get_rank()}, got {mesh}")
+
+
 def channel_of(mesh: DeviceMesh) -> Channel:
     """The channel of a mesh of one dimension, made when all its ranks first ask for it."""
+    check_mesh(mesh)
     group = mesh.get_group()
     if group not in _channels:
         _channels[group] = Channel(group)

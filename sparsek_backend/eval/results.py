@@ -32,7 +32,8 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
     """The runs of a record, in order.
 
     Args:
-        keys: the runs wanted; ``None`` takes the latest of every label.
+        keys: the runs wanted; ``None`` takes the latest of every label, dense attention first:
+            of engines side by side, any may begin the record.
 
     Raises:
         ValueError: no run, one that is not in the record, or a line of another kind of file.
@@ -52,7 +53,8 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
             seconds = about.get(row["run"], {}).get("seconds", 0.0) + row.get("seconds", 0.0)
             about[row["run"]] = {**row, "seconds": seconds}
             latest[row["label"]] = row["run"]
-    keys = list(latest.values()) if keys is None else keys
+    if keys is None:
+        keys = sorted(latest.values(), key=lambda key: about[key]["label"] != "dense")
     if not keys or not about.keys() >= set(keys):
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
     scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}

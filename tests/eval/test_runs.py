@@ -189,6 +189,14 @@ def test_the_run_of_a_label_that_went_on_last_is_reported() -> None:
     ]
 
 
+def test_dense_attention_is_the_reference_wherever_it_stands_in_a_record(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path / "r.jsonl")
+    rows = read_rows(tmp_path / "r.jsonl")
+    first = [row for row in rows if row["run"] == runs[1].about["run"]]  # a faster engine, or `cat`
+    again = collect_runs([*first, *(row for row in rows if row not in first)])
+    assert compare_runs(again) == compare_runs(runs)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

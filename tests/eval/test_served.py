@@ -54,6 +54,41 @@ def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -
         ServedScorer(url)
 
 
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/v1/models", b'{"data": null}', "models: expected the answer of a vLLM server"),
+        ("/v1/models", b'{"data": [{"name": "x"}]}', "KeyError: 'id'"),
+        ("/v1/models", b"no HTTP at all\r\n\r\n", "no OpenAI server answers"),
+        ("/tokenize", b'{"count": 1}', "KeyError: 'tokens'"),
+        ("/tokenize", b'{"tokens": []}', "'What' has no tokens"),
+        ("/v1/completions", b'{"choices": []}', "IndexError"),
+        ("/v1/completions", b'{"choices": [', "IncompleteRead"),
+    ],
+)
+def test_an_answer_that_is_none_of_vllm_s_is_named(
+    url: str, path: str, answer: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(endpoint: Endpoint, *given: object) -> None:
+        if endpoint.path != path:
+            return usual(endpoint, *given)
+        if answer.startswith(b"{"):
+            size = len(answer) + 100 * answer.endswith(b"[")  # more is promised than comes
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n"
+            endpoint.wfile.write(head.encode())
+        endpoint.wfile.write(answer)
+
+    def ask() -> None:
+        scorer = ServedScorer(url)
+        scorer.encode("What")
+        scorer.reply([make_text(0, (1, 2))])
+
+    usual = Endpoint._send
+    monkeypatch.setattr(Endpoint, "_send", send)
+    with pytest.raises(ServerError, match=re.escape(message)):
+        ask()
+
+
 def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()

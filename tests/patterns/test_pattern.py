@@ -436,6 +436,10 @@ def test_refuses_matrices_and_graphs() -> None:
         make.from_scipy(sparse.csr_matrix(TRIANGLE.numpy()))
     with pytest.raises(ValueError, match="matrix: expected blocks of one shape"):
         make.from_scipy([sparse.csr_matrix(x.numpy()) for x in (TRIANGLE, TRIANGLE[:2])], 16)
+    for columns in ([5, 0], [-1, 0]):
+        outside = sparse.csr_matrix(([1.0, 1.0], columns, [0, 1, 2]), shape=(2, 3))
+        with pytest.raises(ValueError, match="matrix: expected a valid one"):
+            make.from_scipy(outside, 16)
     with pytest.raises(ValueError, match="graph: expected the nodes 0 to 1"):
         make.from_graph(networkx.Graph([(1, 2)]), 16)
 
