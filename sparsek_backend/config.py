@@ -98,8 +98,8 @@ class SparsityConfig(BaseModel):
     """Last tokens of a prompt that attend everything, whatever its chunks: its question sits there.
     Without effect with `query_tile` 1."""
     dense_layers: Layers = 0
-    """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
-    that the model (with its draft model) lacks are refused."""
+    """How many first layers attend everything, or a list of layer indices, counted from 0, a draft
+    model's after the model's. Layers that both lack are refused."""
     query_tile: Positive = 64
     """Prefill queries that share one selection. 1 selects per token, as a decoded token does:
     slower, and independent of chunking."""

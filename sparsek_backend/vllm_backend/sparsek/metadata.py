@@ -79,6 +79,7 @@ class SparseKMetadataBuilder(StepBuilder):
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
         self.page_size = kv_cache_spec.block_size
         self.exempts_last = any(policy.prefill.dense_last for policy in self.policies)
+        self.asks_prompts = any(policy.of_ends.dense_last for policy in self.policies)
         self.splits_steps = vllm_config.parallel_config.use_ubatching
         self.captured_decodes = may_capture_decodes(vllm_config, device)
         self.context_ranks = _context_ranks(kv_cache_spec, vllm_config.parallel_config)
@@ -192,7 +193,7 @@ class SparseKMetadataBuilder(StepBuilder):
 
     def _prompt_lengths(self) -> Any:
         """The prompt lengths of the step's requests, where layers ask and no request is split."""
-        return self.engine.prompt_lengths if self.exempts_last and not self.splits_steps else None
+        return self.engine.prompt_lengths if self.asks_prompts and not self.splits_steps else None
 
     def _count(self, batch: Batch) -> tuple[Keys, Keys]:
         """Count attended and context keys over all layers of the group."""
