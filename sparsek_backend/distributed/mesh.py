@@ -92,14 +92,15 @@ class Channel:
 
         Raises:
             TypeError: what a rank raised inside, on every rank.
-            ValueError: the same; or an argument that differs among the ranks.
             NotImplementedError: the same.
+            ValueError: the same, and on the other ranks where one raised anything else; or an
+                argument that differs among the ranks.
         """
         facts: Facts = {}
         failure: Exception | None = None
         try:
             yield facts
-        except tuple(_ERRORS.values()) as error:
+        except Exception as error:  # of any kind: the others wait for this rank's word
             failure = error
         mine = int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "big")
         word = torch.tensor([-1 if failure else mine], device="cpu")

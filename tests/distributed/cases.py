@@ -406,6 +406,12 @@ def uneven_gradients(mesh: DeviceMesh, lacking: list[list[int]]) -> None:
     sum_gradients(weights, mesh)
 
 
+def gradients_of_nothing(mesh: DeviceMesh) -> None:
+    """One rank passes what is no parameter."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    sum_gradients([weight if mesh.get_local_rank() else None], mesh)  # type: ignore[list-item]
+
+
 def sharded_gradients(mesh: DeviceMesh) -> None:
     """Gradients that FSDP2 has summed over the mesh."""
     layer = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)

@@ -95,6 +95,15 @@ def test_gradients_that_a_rank_lacks(ranks: Ranks, lacking: list[list[int]]) -> 
         assert what[1].startswith("parameters: expected the same on all ranks")
 
 
+def test_any_error_of_one_rank_is_one_of_all(ranks: Ranks) -> None:
+    found = ranks.outcomes(2, cases.gradients_of_nothing)
+    assert [(done, what[0]) for done, what in found] == [
+        (False, "AttributeError"),
+        (False, "ValueError"),
+    ]
+    assert found[1][1][1].endswith("has no attribute 'grad' (on rank 0 of the mesh)")
+
+
 def test_gradients_are_not_summed_twice(ranks: Ranks) -> None:
     for done, what in ranks.outcomes(2, cases.sharded_gradients):
         assert not done
