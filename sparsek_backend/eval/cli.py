@@ -33,7 +33,14 @@ from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.record import read_rows
-from sparsek_backend.eval.results import collect_runs, compare_runs, read_results, warnings_of
+from sparsek_backend.eval.results import (
+    Run,
+    collect_runs,
+    compare_runs,
+    read_results,
+    rows_of,
+    warnings_of,
+)
 from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tables import result_tables
@@ -111,7 +118,7 @@ def evaluate(
         found, file = take_prompts(prompts, asked, tokenizer, what, kept)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
         keys = run_all(found, [(x, partial(run, place)) for x, run in runs.items()], gpus)
-        _report(place.record, keys, commit)
+        _report(place.record, collect_runs(rows_of(place.record, found.prompts), keys), commit)
 
 
 @app.command("prompts")
@@ -141,7 +148,7 @@ def report(
 ) -> None:
     """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
     with _mendable():
-        _report(record, None, commit)
+        _report(record, collect_runs(read_rows(record)), commit)
 
 
 @app.command("picture")
@@ -250,8 +257,7 @@ def run_all(
         return list(pool.map(run, *zip(*runs, strict=True)))
 
 
-def _report(record: Path, keys: Sequence[str] | None, commit: str) -> None:
-    runs = collect_runs(read_rows(record), keys)
+def _report(record: Path, runs: Sequence[Run], commit: str) -> None:
     rows = compare_runs(runs)
     for table in result_tables(rows):
         console.print(table)
