@@ -123,6 +123,15 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     assert written["retrieval"] == document["retrieval"]
 
 
+def test_another_commit_scores_a_server_anew(url: str, tmp_path: Path) -> None:
+    arguments = ["--base-url", url, "--length", "2500", "--task", "records", "--samples", "1"]
+    arguments += ["--variant", "plain", "--out", str(tmp_path)]
+    for count, commit in enumerate(("old", "new"), 1):
+        result = CliRunner().invoke(app, [*arguments, "--commit", commit])
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / "quality.jsonl").read_text().count('"kind": "prompt"') == count
+
+
 def test_a_report_is_of_the_prompts_that_were_asked_last(url: str, tmp_path: Path) -> None:
     arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}", "--length", "2500"]
     arguments += ["--task", "records", "--variant", "plain", "--out", str(tmp_path)]
