@@ -328,6 +328,8 @@ def test_progress_says_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str
     [
         (["--load", "songs"], "load: expected one of documents-32k, documents-128k, agent"),
         (["--rate", "0"], "rate: expected positive numbers"),
+        (["--rate", "nan"], "rate: expected positive numbers"),
+        (["--out", "/dev/null"], "File exists: '/dev/null'"),
         (["--budget-seconds", "0"], "budget_seconds: expected a positive number"),
         (["--only", "OTHER"], "only: expected vLLM's own or SPARSEK, got 'OTHER'"),
         (["--first-limit", "0"], "limits: expected a positive first"),
