@@ -128,6 +128,10 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert [row.status for row in back] == [row.status for row in rows]
     assert back[0].ms == pytest.approx(rows[0].ms, rel=1e-4)
     assert back[1].ms is None
+    whole = (tmp_path / "r.csv").read_text()
+    (tmp_path / "bad.csv").write_text(whole[: whole.rindex(",")])
+    with pytest.raises(ValueError, match=r"line 4 of .*bad\.csv is cut off"):
+        read_csv(tmp_path / "bad.csv")
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="lacks the columns"):
         read_csv(tmp_path / "bad.csv")

@@ -33,6 +33,10 @@ from tests.eval.readers import Reader, WordTokenizer
 
 TASKS = ("question_first", "records", "continuation")
 COUNT = 8
+NOTHING_YET = json.dumps(
+    {"kind": "run", "run": "x", "label": "dense", "settings": None, "known": True}
+    | {"model": "m", "machine": {}}
+)
 
 
 def prompt_set(tokenizer: WordTokenizer) -> PromptSet:
@@ -203,8 +207,9 @@ def test_dense_attention_is_the_reference_wherever_it_stands_in_a_record(tmp_pat
         (None, "does not exist"),
         ('{"a": 1}\n', "line 1 lacks kind, run"),
         ('{"kind": "run", "run": "x"}\n', "line 1 lacks known, label, settings"),
+        (NOTHING_YET + "\n", "expected scores to draw, found none"),
     ],
-    ids=["missing", "another file", "half a run"],
+    ids=["missing", "another file", "half a run", "no score"],
 )
 def test_what_is_no_record_is_refused_in_one_line(
     tmp_path: Path, content: str | None, reason: str
