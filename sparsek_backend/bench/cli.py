@@ -109,10 +109,10 @@ def kernels(
         print_case(console, new)
     results = check_bars(chosen, rows)
     print_bars(console, results)
-    console.print(f"wrote {path}")
+    typer.echo(f"wrote {path}")
     try:
         for png in plot_csv(path, out):
-            console.print(f"wrote {png}")
+            typer.echo(f"wrote {png}")
     except (ImportError, OSError) as error:
         console.print(f"no plots: {error}", markup=False)
     broken = [
@@ -191,7 +191,7 @@ def serve(
         rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
         console.print(serve_table(rows))
         for path in write_results(out, name, rows):
-            console.print(f"wrote {path}")
+            typer.echo(f"wrote {path}")
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def load(
         for line in open_ends(rows):
             console.print(line, highlight=False)
         for path in write_load(out, name, plan, rows):
-            console.print(f"wrote {path}")
+            typer.echo(f"wrote {path}")
 
 
 def _say(line: str) -> None:
@@ -300,7 +300,7 @@ def plot(
     """Draw the plots of a result file again."""
     with failing_on(ValueError, ImportError, OSError):
         for png in plot_csv(csv, out):
-            console.print(f"wrote {png}")
+            typer.echo(f"wrote {png}")
 
 
 def _default_yaml(device: str) -> list[Path]:

@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from sparsek_backend.command_line import commands, failing_on, grouped, refuse_set
 from sparsek_backend.csv_file import write_csv_file
@@ -52,7 +52,7 @@ from sparsek_backend.pyplot import import_pyplot
 
 # Plain help: in panels, the widest option would leave no room for what the options mean.
 app = commands()
-console = Console()
+console = Console(markup=False)  # labels and paths may have brackets
 _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
 
 Scoring = Callable[..., str]
@@ -135,7 +135,7 @@ def make_prompt_file(
         asked.check()
         tokenizer = partial(HubTokenizer, model, asked.chat)
         found, _ = take_prompts(None, asked, tokenizer, model, out)
-    console.print(f"wrote {len(found.prompts)} prompts to {out}")
+    typer.echo(f"wrote {len(found.prompts)} prompts to {out}")
 
 
 @app.command("report")
@@ -165,7 +165,7 @@ def draw_picture(
     """
     with _mendable():
         out.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"wrote {plot_results(read_results(results), out, served)}")
+        typer.echo(f"wrote {plot_results(read_results(results), out, served)}")
 
 
 @app.command("mass")
@@ -207,8 +207,8 @@ def measure_mass(
         title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
         for phase in PHASES:
             console.print(mean_of(masses, phase))
-        console.print(f"wrote {write_csv_file(out / f'{name}.csv', masses, digits=6)}")
-        console.print(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
+        typer.echo(f"wrote {write_csv_file(out / f'{name}.csv', masses, digits=6)}")
+        typer.echo(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
 
 
 def take_prompts(
@@ -231,12 +231,14 @@ def run_all(
     asked: PromptSet, runs: Sequence[tuple[str, Scoring]], gpus: Sequence[str | None] = (None,)
 ) -> list[str]:
     """Run everything under one progress bar, one run on each of ``gpus`` at a time; their keys."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     free: SimpleQueue[str | None] = SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
     with (
-        Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress,
+        Progress(
+            *columns, TimeElapsedColumn(), console=Console(stderr=True, markup=False)
+        ) as progress,
         ThreadPoolExecutor(len(gpus)) as pool,
     ):
         bar = progress.add_task("", total=len(runs) * len(asked.prompts))
@@ -262,7 +264,7 @@ def _report(record: Path, runs: Sequence[Run], commit: str) -> None:
     for table in result_tables(rows):
         console.print(table)
     for warning in warnings_of(rows):
-        console.print(f"[yellow]warning[/yellow] {escape(warning)}", highlight=False)
+        console.print(Text.assemble(("warning", "yellow"), f" {warning}"))
     model = runs[0].about["model"]
     document = {
         "model": model,
@@ -277,4 +279,4 @@ def _report(record: Path, runs: Sequence[Run], commit: str) -> None:
     full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     write_csv_file(csv, rows, digits=6)
     for path in (csv, full, plot_results({model: rows}, picture)):
-        console.print(f"wrote {path}")
+        typer.echo(f"wrote {path}")

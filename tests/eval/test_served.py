@@ -123,6 +123,17 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     assert written["retrieval"] == document["retrieval"]
 
 
+def test_labels_and_folders_are_printed_as_they_are(url: str, tmp_path: Path) -> None:
+    out = tmp_path / ("long " * 20) / "[red]"
+    arguments = ["--base-url", f"[new]={url}", "--length", "2500", "--samples", "1"]
+    arguments += ["--task", "records", "--variant", "plain", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"wrote {out}/quality.csv\n" in result.stdout
+    assert " [new] " in result.stdout
+    assert "[new]: done" in result.stderr
+
+
 def test_another_commit_scores_a_server_anew(url: str, tmp_path: Path) -> None:
     arguments = ["--base-url", url, "--length", "2500", "--task", "records", "--samples", "1"]
     arguments += ["--variant", "plain", "--out", str(tmp_path)]
