@@ -32,7 +32,7 @@ from sparsek_backend.eval.options import (
 from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
-from sparsek_backend.eval.record import read_rows
+from sparsek_backend.eval.record import read_scores
 from sparsek_backend.eval.results import (
     Run,
     collect_runs,
@@ -148,7 +148,9 @@ def report(
 ) -> None:
     """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
     with _mendable():
-        _report(record, collect_runs(read_rows(record)), commit)
+        if record.suffix != ".jsonl":  # the results take its name, with other endings
+            raise ValueError(f"record: expected a .jsonl file, got {record}")
+        _report(record, collect_runs(read_scores(record)), commit)
 
 
 @app.command("picture")

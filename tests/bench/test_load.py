@@ -285,6 +285,14 @@ def test_a_whole_file_is_judged_anew_without_an_engine(
     assert len(run_load(plan(rates=(3.0,)), MACHINE, path, lambda _: None)) == 6
 
 
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "load.jsonl").write_text('{"kind": "run", "run": "x"}\n')
+    arguments = ["load", "--model", "tiny", "--out", str(tmp_path), "--rate", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "is no file of `sparsek bench load`" in " ".join(result.output.split())
+
+
 def test_a_rate_that_is_not_over_is_not_judged() -> None:
     results = {("FLASH_ATTN", 1.0): measured(8, 0, 10), ("SPARSEK", 1.0): measured(9, 0, 1, False)}
     assert [row["backend"] for row in load_rows(results, BACKENDS, LIMITS)] == ["FLASH_ATTN"]

@@ -222,6 +222,24 @@ def test_what_is_no_record_is_refused_in_one_line(
     assert reason in " ".join(found.stderr.split())
 
 
+def test_a_file_of_other_lines_is_not_continued(tmp_path: Path) -> None:
+    record = tmp_path / "r.jsonl"
+    two_runs(record)
+    rows = read_rows(record)
+    append_rows(record, [{"kind": "prompt", "run": rows[0]["run"]}])
+    with pytest.raises(ValueError, match=f"line {len(rows) + 1} lacks accuracy, correct, digest"):
+        pending(prompt_set(WordTokenizer()).prompts, record, rows[0]["run"])
+
+
+def test_a_report_does_not_take_the_place_of_its_record(tmp_path: Path) -> None:
+    two_runs(tmp_path / "r.json")
+    before = (tmp_path / "r.json").read_bytes()
+    found = CliRunner().invoke(app, ["report", str(tmp_path / "r.json")])
+    assert found.exit_code == 2
+    assert "expected a .jsonl file" in found.stderr
+    assert (tmp_path / "r.json").read_bytes() == before
+
+
 def test_a_result_without_what_is_drawn_is_refused(tmp_path: Path) -> None:
     cell = {"variant": "plain", "length": 1, "label": "dense", "task": "question_first"}
     path = tmp_path / "r.json"
