@@ -109,6 +109,12 @@ def test_growth_is_longest_over_shortest() -> None:
     assert (bar.spec, bar.got, bar.met) == ("q128", 4.5, False)
 
 
+def test_providers_that_an_op_lacks_are_named() -> None:
+    case = dataclasses.replace(toy_case(), providers=("flash",))
+    with pytest.raises(ValueError, match="some of sparsek, peer, absent, got flash"):
+        runner.run_case(toy_op(GREEN, GREEN), case, CPU, MACHINE, CEILINGS)
+
+
 def test_an_exception_becomes_an_error_row() -> None:
     def broken(_: Outputs) -> GateResult:
         raise RuntimeError("no kernel\nimage")
