@@ -273,11 +273,13 @@ def check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The ``SPARSEK_*`` environment variables."""
+    """The ``SPARSEK_*`` environment variables, and the file that they may name."""
     try:
         from sparsek_backend.config import resolve_config
+        from sparsek_backend.vllm_backend.settings import prefill_pattern
 
         resolved = resolve_config(None, environ)
+        prefill_pattern(resolved)
     except ModuleNotFoundError as error:
         yield _problem("settings", f"{error.name} is not installed", f"pip install {error.name}")
         return
