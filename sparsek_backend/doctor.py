@@ -311,12 +311,12 @@ def check_model() -> Iterator[Finding]:
     from sparsek_backend.models import MODEL_FOLDER, cache_root, verify_model
 
     folder: Path = cache_root() / MODEL_FOLDER
-    if not folder.exists():
-        yield Finding("small model", "note", "not fetched yet", "sparsek model fetch")
-        return
     try:
+        if not folder.exists():
+            yield Finding("small model", "note", "not fetched yet", "sparsek model fetch")
+            return
         verify_model(folder)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         yield Finding("small model", "warning", str(error), "sparsek model fetch")
         return
     yield Finding("small model", "ok", str(folder))

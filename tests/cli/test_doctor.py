@@ -249,6 +249,15 @@ def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "no *.safetensors" in finding.detail
 
 
+def test_a_cache_of_another_user_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_folder: Path) -> bool:
+        raise PermissionError(13, "Permission denied")  # as Path.exists does
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    (finding,) = doctor.check_model()
+    assert (finding.status, finding.detail) == ("warning", "[Errno 13] Permission denied")
+
+
 def test_the_exit_status_says_whether_serving_would_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
