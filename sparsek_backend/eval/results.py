@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.prompt import Prompt
-from sparsek_backend.eval.record import Row, identity, prompt_row, read_rows
+from sparsek_backend.eval.record import Row, identity, prompt_row, read_scores
 from sparsek_backend.eval.stats import divergence, mcnemar, mean_interval
 
 MEAN = "mean"
@@ -36,16 +36,8 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
             of engines side by side, any may begin the record.
 
     Raises:
-        ValueError: no run, one that is not in the record, or a line of another kind of file.
+        ValueError: no run, or one that is not in the record.
     """
-    for number, row in enumerate(rows, 1):
-        due = {"kind", "run"}
-        if row.get("kind") == "run":
-            due |= {"label", "settings", "known"}
-        if lacking := ", ".join(sorted(due - row.keys())):
-            raise ValueError(
-                f"record: expected a record of `sparsek eval`, line {number} lacks {lacking}"
-            )
     about: dict[str, Row] = {}
     latest: dict[str, str] = {}
     for row in rows:
@@ -126,14 +118,19 @@ def _compare(groups: Sequence[Sequence[Row]], *, is_reference: bool) -> Row:
     return cell | dict(zip(("lost", "gained", "mcnemar_p"), tested, strict=True))
 
 
+def rows_of(record: Path, prompts: Sequence[Prompt]) -> list[Row]:
+    """The rows of a record, which may hold other prompts too, without the scores of these."""
+    asked = {identity(prompt_row(prompt)) for prompt in prompts}
+    return [x for x in read_scores(record) if x["kind"] != "prompt" or identity(x) in asked]
+
+
 def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str) -> Row:
     """The length and variant at which a run adds most NLL to the reference's: its row.
 
-    The highest end of the interval counts.  The record may hold other prompts too.
+    The highest end of the interval counts.
     """
-    asked = {identity(prompt_row(prompt)) for prompt in prompts}
-    rows = [x for x in read_rows(record) if x["kind"] != "prompt" or identity(x) in asked]
-    rows = [x for x in compare_runs(collect_runs(rows, [reference, run])) if "delta_nll" in x]
+    runs = collect_runs(rows_of(record, prompts), [reference, run])
+    rows = [x for x in compare_runs(runs) if "delta_nll" in x]
     cells = [row for row in rows if row["task"] in (MEAN, "text")] or rows
     return max(cells, key=lambda row: float(row["delta_nll_high"]))
 

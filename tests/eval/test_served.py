@@ -123,6 +123,39 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     assert written["retrieval"] == document["retrieval"]
 
 
+def test_labels_and_folders_are_printed_as_they_are(url: str, tmp_path: Path) -> None:
+    out = tmp_path / ("long " * 20) / "[red]"
+    arguments = ["--base-url", f"[new]={url}", "--length", "2500", "--samples", "1"]
+    arguments += ["--task", "records", "--variant", "plain", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"wrote {out}/quality.csv\n" in result.stdout
+    assert " [new] " in result.stdout
+    assert "[new]: done" in result.stderr
+
+
+def test_another_commit_scores_a_server_anew(url: str, tmp_path: Path) -> None:
+    arguments = ["--base-url", url, "--length", "2500", "--task", "records", "--samples", "1"]
+    arguments += ["--variant", "plain", "--out", str(tmp_path)]
+    for count, commit in enumerate(("old", "new"), 1):
+        result = CliRunner().invoke(app, [*arguments, "--commit", commit])
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / "quality.jsonl").read_text().count('"kind": "prompt"') == count
+
+
+def test_a_report_is_of_the_prompts_that_were_asked_last(url: str, tmp_path: Path) -> None:
+    arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}", "--length", "2500"]
+    arguments += ["--task", "records", "--variant", "plain", "--out", str(tmp_path)]
+    for samples, seed in (("3", "0"), ("2", "1")):
+        result = CliRunner().invoke(app, [*arguments, "--samples", samples, "--seed", seed])
+        assert result.exit_code == 0, result.output
+        document = json.loads((tmp_path / "quality.json").read_text())
+        assert [row["prompts"] for row in document["retrieval"]] == [int(samples)] * 2
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "quality.jsonl")]).exit_code == 0
+    document = json.loads((tmp_path / "quality.json").read_text())
+    assert [row["prompts"] for row in document["retrieval"]] == [5, 5]  # all of the record
+
+
 def test_a_wrong_folder_of_texts_is_named_before_an_engine_starts(tmp_path: Path) -> None:
     arguments = ["--texts-folder", str(tmp_path), "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)
