@@ -55,8 +55,8 @@ class SinkWindowProblem:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Sinks and window, as kernels take them."""
-        return self.spec.num_sink, self.spec.window_size or 0
+        """Sinks and window, as kernels take them: they add a position to it in 32 bits."""
+        return self.spec.num_sink, min(self.spec.window_size or 0, self.shape.num_k)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
