@@ -69,7 +69,7 @@ def near_total(
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, SEGMENT)
     q = tl.load(
-        q_ptr + q_row + (head * stride_qh)[:, None] + offs_d[None, :],
+        q_ptr + q_row + (head.to(tl.int64) * stride_qh)[:, None] + offs_d[None, :],
         mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
         other=0.0,
     )
@@ -192,8 +192,8 @@ def score_records_kernel(
     head = kv_head * GROUP + member
     offs_b = tl.arange(0, BLOCK_Q)
     mask_q = (offs_b < QUARTER)[:, None] & mask_m[None, :]
-    q_at = q_ptr + ((first_token + token).to(tl.int64) * stride_qt + head * stride_qh)[None, :]
-    q_at += offs_b[:, None]
+    q_row = (first_token + token).to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+    q_at = q_ptr + q_row[None, :] + offs_b[:, None]
     q0 = tl.load(q_at, mask=mask_q, other=0.0)  # [BLOCK_Q, BLOCK_M]
     q1 = tl.load(q_at + QUARTER, mask=mask_q, other=0.0)
     q2 = tl.load(q_at + 2 * QUARTER, mask=mask_q, other=0.0)
