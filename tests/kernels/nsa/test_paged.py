@@ -221,6 +221,13 @@ def test_bad_arguments() -> None:
     out = torch.empty(3, 2, 4, 16)
     with pytest.raises(ValueError, match="out: expected shape"):
         nsa_paged_attention(q, pages, batch, SMALL.spec, made, **options, out=out)
+    out = torch.full((3, 3, 4, 16), float("nan"))
+    decode = replace(batch, num_decodes=1, num_decode_tokens=3, decode_query_len=3, _derived={})
+    for name in ("softmax_scale", "window_size"):
+        wrong = {**options, name: 0}
+        with pytest.raises(ValueError, match=name):
+            nsa_paged_attention(q, pages, decode, SMALL.spec, made, **wrong, out=out)
+        assert out.isnan().all(), name  # a GPU's decodes do not come to what else would refuse it
     views = replace(pages, v_cmp=pages.v_cmp[:, :1])
     with pytest.raises(ValueError, match="v_cmp: expected shape"):
         nsa_paged_attention(q, views, batch, SMALL.spec, made, **options)
