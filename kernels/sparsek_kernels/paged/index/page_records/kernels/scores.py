@@ -141,9 +141,9 @@ def score_records_kernel(
     local_request = tl.program_id(2)
     request = first_request + local_request
     table = block_table_ptr + request.to(tl.int64) * stride_br
-    seq_len = tl.load(seq_lens_ptr + request)
-    first_token = tl.load(cu_seqlens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+    first_token = tl.load(cu_seqlens_ptr + request).to(tl.int32)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - first_token
     if num_tokens <= 0:
         return
     SINK_SEGMENTS: tl.constexpr = SINK_BLOCKS // CELLS

@@ -241,9 +241,9 @@ def weigh_cells_kernel(
     job = request * NUM_KV_HEADS + kv_head
     if member == 0:
         gl.store(counter_ptr + job, 0)  # for the programs that cut
-    seq_len = gl.load(seq_lens_ptr + request)
-    first_token = gl.load(cu_seqlens_ptr + request)
-    num_tokens = gl.load(cu_seqlens_ptr + request + 1) - first_token
+    seq_len = gl.load(seq_lens_ptr + request).to(gl.int32)
+    first_token = gl.load(cu_seqlens_ptr + request).to(gl.int32)
+    num_tokens = gl.load(cu_seqlens_ptr + request + 1).to(gl.int32) - first_token
     position = seq_len - num_tokens
     own = position // 64  # the first token's segment: those before it have records
     far_end = gl.minimum(own, width)  # a row of scratch has no more

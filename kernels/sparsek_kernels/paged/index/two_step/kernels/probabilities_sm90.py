@@ -94,7 +94,7 @@ def entry_row(
     start = entry_start(entry, forced_place, first_local, SINK_BLOCKS)
     start = gl.where(listed, block * BLOCK, start)
     there = (entry < entries) & (start <= high)
-    page = gl.load(table + start // PAGE_SIZE, mask=there, other=-1)
+    page = gl.load(table + start // PAGE_SIZE, mask=there, other=-1).to(gl.int32)
     return gl.where(page < 0, NO_ROW, head_row + page * page_rows + start % PAGE_SIZE)
 
 
