@@ -27,6 +27,7 @@ CASES = [
     Case(64, 64, 2, 2, 16, window=1),
     Case(40, 40, 2, 1, 16, window=2**31 - 1, num_sink=4),
     Case(40, 20, 2, 1, 16, window=2**31 - 1),
+    Case(40, 40, 2, 1, 16, window=7, num_sink=2**31 - 1),
     Case(heads=2, dim=16, window=2**31 - 1, lens=((0, 5), (33, 10), (9, 0), (7, 33))),
     Case(5, 0, 2, 2, 16, sinks=True),
     Case(0, 5, 2, 2, 16, sinks=True),
