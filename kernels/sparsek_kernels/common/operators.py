@@ -38,6 +38,14 @@ def pointers(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[tor
     return tuple(stand_in if x is None else x for x in tensors)
 
 
+def make_contiguous(problem: Any, *names: str) -> None:
+    """Replace a frozen problem's tensors of these names that kernels would misread."""
+    for name in names:
+        tensor = getattr(problem, name)
+        if tensor is not None:
+            object.__setattr__(problem, name, tensor.contiguous())
+
+
 def attention_operators(
     name: str,
     rest: str,

@@ -8,14 +8,17 @@ from functools import cached_property
 import torch
 
 from sparsek_kernels.common.device import device_arch
-from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.operators import make_contiguous, pointers
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)
 class SinkWindowProblem:
-    """Checked inputs of one call: tensors as of ``sink_flash_attention``, mask and scale."""
+    """Checked inputs of one call: tensors as of ``sink_flash_attention``, mask and scale.
+
+    Sinks and offsets are made contiguous.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -24,6 +27,9 @@ class SinkWindowProblem:
     sinks: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        make_contiguous(self, "sinks", "cu_seqlens_q", "cu_seqlens_k")
 
     @cached_property
     def shape(self) -> ProblemShape:
