@@ -94,7 +94,7 @@ def entry_row(
     start = entry_start(entry, forced_place, first_local, SINK_BLOCKS)
     start = gl.where(listed, block * BLOCK, start)
     there = (entry < entries) & (start <= high)
-    page = gl.load(table + start // PAGE_SIZE, mask=there, other=-1)
+    page = gl.load(table + start // PAGE_SIZE, mask=there, other=-1).to(gl.int32)
     return gl.where(page < 0, NO_ROW, head_row + page * page_rows + start % PAGE_SIZE)
 
 
@@ -243,7 +243,8 @@ def weigh_partition(
         sampled = sample_positions(q_row, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
         head = gl.program_id(1) * GROUP + q_row % GROUP_PAD
         channel = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, Q_LAYOUT))
-        offsets = (token_of_zero + sampled).to(gl.int64) * stride_qt + head * stride_qh
+        offsets = (token_of_zero + sampled).to(gl.int64) * stride_qt
+        offsets += head.to(gl.int64) * stride_qh
         there = (sampled >= 0)[:, None]
         q = gl.load(q_ptr + offsets[:, None] + channel[None, :], mask=there, other=0.0)
         q_tile = q_smem.index(2 * STREAM + INDEX)
