@@ -81,8 +81,10 @@ def cost(
         reads += 2 * _bytes("exact", head_dim) * (own + 1) * last * rule.tile * group / 128
     if rule.tail:
         left = between - chosen
-        parts["tail"] = ((1 if rule.tail == "page" else _vectors(rule.tail)) + 1) * left
-        mean = 2 * head_dim if rule.tail == "page" else _bytes(rule.tail, head_dim)
-        reads += (mean + head_dim / 2) * left
+        vectors = {"page": 1.0, "variance": 1.5}.get(rule.tail) or _vectors(rule.tail)
+        parts["tail"] = (vectors + 1) * left
+        mean = {"page": 2.0, "variance": 2.5}.get(rule.tail, 0) * head_dim
+        mean = mean or _bytes(rule.tail, head_dim)
+        reads += (mean + head_dim) * left
     dense = (2 * PAGE * (own + 1)).sum()
     return {n: float(x.sum() / dense) for n, x in parts.items()}, float(reads.sum()) / 2**30

@@ -38,7 +38,8 @@ class PromptRule:
         variance: whether spread within a sketch's vectors adds to its logits.
         min_mass: a chosen block gives some row at least this share in the mean of its heads.
         tail: what gives the logits of one key for each block that is not attended, whose value is
-            the mean in 4 bits: a sketch, or ``page``, the mean alone; else nothing stands in.
+            the mean in 8 bits: a sketch, ``page``, the mean alone, or ``variance``, mean and
+            variance of a page; else nothing stands in.
         dense_last: rows at the prompt's end that attend everything.
         anchors: of every aligned group of so many rows the first attends everything, and what that
             changes is added to the others.  No row depends on later ones.
@@ -67,7 +68,7 @@ class PromptRule:
         for name, others in (
             ("scores", ("page", "all", "dense")),
             ("ranks", ("page", "exact")),
-            ("tail", ("page", "")),
+            ("tail", ("page", "variance", "")),
         ):
             if (found := getattr(self, name)) not in (*others, *SKETCHES):
                 raise ValueError(f"{name}: expected a sketch or one of {others}, got {found!r}")
@@ -276,6 +277,8 @@ def _with_tail(
     scale, count = pages.head_dim**-0.5, min(pages.count, left.shape[-1])
     if rule.tail == "page":
         logits = scale * (q.float() @ pages.mean()[:, None, :count].mT) + math.log(PAGE)
+    elif rule.tail == "variance":
+        logits = pages.logits(q, scale)[..., :count]
     else:
         keys, vectors = SKETCHES[rule.tail].keys, pages.vectors(rule.tail)
         flat = q.flatten(1, 2)
@@ -285,5 +288,5 @@ def _with_tail(
     logits = logits.masked_fill(~left[:, None, :, :count], -math.inf)
     tail = logits.logsumexp(-1)
     total = torch.logaddexp(lse, tail)
-    stands = (logits - total[..., None]).exp() @ pages.value_means(4)[:, None, :count]
+    stands = (logits - total[..., None]).exp() @ pages.value_means(8)[:, None, :count]
     return (out.float() * (lse - total).exp()[..., None] + stands).to(out.dtype)

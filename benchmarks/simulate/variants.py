@@ -169,6 +169,24 @@ def _details() -> list[Variant]:
     return [Variant(f"64 by p2dr {name}", prompt=replace(base, **x)) for name, x in changes.items()]
 
 
+def _corrections() -> list[Variant]:
+    """What may correct the best blocks: rows that attend everything, keys that stand in, more."""
+    base = PromptRule("m16", dense_last=64)
+    rules = {
+        "96 of 192": base,
+        "96 of 192 anchors": replace(base, anchors=64),
+        "96 of 192 tail": replace(base, tail="variance"),
+        "96 of 192 tail of means": replace(base, tail="page"),
+        "96 of 192 tail anchors": replace(base, tail="variance", anchors=64),
+        "64 of 192 anchors": replace(base, blocks=64, anchors=64),
+        "64 of 192 tail": replace(base, blocks=64, tail="variance"),
+        "64 of 192 tail anchors": replace(base, blocks=64, tail="variance", anchors=64),
+        "128 of 256": replace(base, blocks=128, candidates=256),
+        "128 of 256 tail": replace(base, blocks=128, candidates=256, tail="variance"),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -176,4 +194,5 @@ SETS = {
     "budgets": _budgets(),
     "ranks": _ranks(),
     "details": _details(),
+    "corrections": _corrections(),
 }

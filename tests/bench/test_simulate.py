@@ -360,15 +360,19 @@ def test_spread_and_the_largest_share_change_what_is_named() -> None:
         assert not torch.allclose(prompts.attend(replace(rule, **other), *drawn)[0], plain)
 
 
-def test_the_tail_of_a_prompt_is_one_key_for_each_block_that_is_not_attended() -> None:
+@pytest.mark.parametrize("tail", ["page", "variance"])
+def test_the_tail_of_a_prompt_is_one_key_for_each_block_that_is_not_attended(tail: str) -> None:
     q, k, v = _draw(1100, 1100)
-    out, _ = prompts.attend(replace(PROMPT, blocks=0, tail="page"), q, k, v)
+    out, _ = prompts.attend(replace(PROMPT, blocks=0, tail=tail), q, k, v)
     pages, rows = Pages(k, v), torch.arange(992, 1024)  # whose window begins in block 14
     logits = _logits(q[:, :, rows], k).masked_fill(torch.arange(1100) > rows[:, None], -math.inf)
     logits[..., 64 : 14 * 64] = -math.inf
-    means = (q[:, :, rows] @ pages.mean()[:, None, 1:14].mT) / math.sqrt(DIM) + math.log(64)
+    if tail == "page":
+        means = (q[:, :, rows] @ pages.mean()[:, None, 1:14].mT) / math.sqrt(DIM) + math.log(64)
+    else:
+        means = pages.logits(q[:, :, rows], DIM**-0.5)[..., 1:14]
     weights = torch.cat([logits, means], -1).softmax(-1)
-    expected = weights @ torch.cat([v, pages.value_means(4)[:, 1:14]], 1)[:, None]
+    expected = weights @ torch.cat([v, pages.value_means(8)[:, 1:14]], 1)[:, None]
     torch.testing.assert_close(out[:, :, rows], expected, rtol=1e-3, atol=1e-4)
     by_sketch, _ = prompts.attend(replace(PROMPT, blocks=0, tail="p2dr"), q, k, v)
     dense = _dense(q, k, v)
