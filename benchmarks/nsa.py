@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -58,29 +58,46 @@ def inputs(heads: int, kv_heads: int, tokens: int, kind: str) -> list[torch.Tens
     return [q, k, v, *gates]
 
 
-@cache
-def gate(heads: int, kv_heads: int) -> str:
-    """Stop unless a short call agrees with fp64, outputs and gradients; the worst error."""
-    tensors = inputs(heads, kv_heads, 1280, "random")
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    out, indices = nsa_attention(*leaves, return_block_indices=True)
+Tensors = Mapping[str, torch.Tensor]
+"""Arguments of an attention function by name."""
+
+
+def as_leaves(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Copies that take gradients."""
+    return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+
+
+def worst_error(
+    what: str, leaves: Tensors, out: torch.Tensor, exact: Tensors, want: torch.Tensor
+) -> str:
+    """Stop unless an output and the gradients of its leaves agree with fp64; the worst error."""
     upstream = torch.randn_like(out)
-    grads = torch.autograd.grad(out, leaves, upstream)
-    exact = [x.double().requires_grad_() for x in tensors]
-    want = nsa_attention(*exact, block_indices=indices)  # in torch
-    wanted = torch.autograd.grad(want, exact, upstream.double())
+    have = [out, *torch.autograd.grad(out, list(leaves.values()), upstream)]
+    need = [want, *torch.autograd.grad(want, list(exact.values()), upstream.double())]
     worst = 0.0
-    for name, have, need in zip(
-        ("out", "dq", "dk", "dv", "dg_cmp", "dg_slc", "dg_swa"),
-        (out, *grads),
-        (want, *wanted),
-        strict=True,
-    ):
-        error = float((have.detach().double() - need.detach()).norm() / need.detach().norm())
+    for name, x, y in zip(("out", *(f"d{x}" for x in leaves)), have, need, strict=True):
+        error = float((x.detach().double() - y.detach()).norm() / y.detach().norm())
         if not error < 1e-2:
-            raise SystemExit(f"{heads}x{kv_heads}: {name} is off by {error:.2e} (relative)")
+            raise SystemExit(f"{what}: {name} is off by {error:.2e} (relative)")
         worst = max(worst, error)
     return f"worst relative error {worst:.1e}, bound 1e-2"
+
+
+def check_nsa(what: str, tensors: Tensors, **sizes: int) -> str:
+    """Stop unless our attention agrees with fp64, the blocks being those it chose itself."""
+    leaves = as_leaves(tensors)
+    out, indices = nsa_attention(**leaves, **sizes, return_block_indices=True)
+    exact = as_leaves({name: x.double() for name, x in tensors.items()})
+    want = nsa_attention(**exact, **sizes, block_indices=indices)  # in torch
+    return worst_error(what, leaves, out, exact, want)
+
+
+@cache
+def gate(heads: int, kv_heads: int) -> str:
+    """Stop unless a short call of so many heads agrees with fp64; the worst error."""
+    names = ("q", "k", "v", "g_cmp", "g_slc", "g_swa")
+    tensors = inputs(heads, kv_heads, 1280, "random")
+    return check_nsa(f"{heads}x{kv_heads}", dict(zip(names, tensors, strict=True)))
 
 
 def random_selection(tokens: int, kv_heads: int, slots: int = 16) -> torch.Tensor:
