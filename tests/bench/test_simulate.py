@@ -374,9 +374,10 @@ def test_the_tail_of_a_prompt_is_one_key_for_each_block_that_is_not_attended(tai
     weights = torch.cat([logits, means], -1).softmax(-1)
     expected = weights @ torch.cat([v, pages.value_means(8)[:, 1:14]], 1)[:, None]
     torch.testing.assert_close(out[:, :, rows], expected, rtol=1e-3, atol=1e-4)
-    by_sketch, _ = prompts.attend(replace(PROMPT, blocks=0, tail="p2dr"), q, k, v)
-    dense = _dense(q, k, v)
-    assert (by_sketch - dense).abs().mean() < (out - dense).abs().mean()
+    if tail == "page":
+        by_sketch, _ = prompts.attend(replace(PROMPT, blocks=0, tail="p2dr"), q, k, v)
+        dense = _dense(q, k, v)
+        assert (by_sketch - dense).abs().mean() < (out - dense).abs().mean()
 
 
 @pytest.mark.parametrize("vectors", [4, 16, 32, 64])
