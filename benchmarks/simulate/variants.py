@@ -187,6 +187,23 @@ def _corrections() -> list[Variant]:
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
+def _second_step() -> list[Variant]:
+    """What the second step may spare, and what it may choose more of."""
+    base = PromptRule("m16", dense_last=64)
+    rules = {
+        "96 of 192": base,
+        "96 of 192 16 rows": replace(base, rank_rows=16),
+        "96 of 192 8 rows": replace(base, rank_rows=8),
+        "96 of 144": replace(base, candidates=144),
+        "128 of 160": replace(base, blocks=128, candidates=160),
+        "128 of 192": replace(base, blocks=128),
+        "128 of 192 16 rows": replace(base, blocks=128, rank_rows=16),
+        "128 of 256": replace(base, blocks=128, candidates=256),
+        "160 of 192": replace(base, blocks=160),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -195,4 +212,5 @@ SETS = {
     "ranks": _ranks(),
     "details": _details(),
     "corrections": _corrections(),
+    "second step": _second_step(),
 }
