@@ -187,7 +187,7 @@ def _corrections() -> list[Variant]:
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
-def _second_step() -> list[Variant]:
+def _spared() -> list[Variant]:
     """What the second step may spare, and what it may choose more of."""
     base = PromptRule("m16", dense_last=64)
     rules = {
@@ -212,5 +212,5 @@ SETS = {
     "ranks": _ranks(),
     "details": _details(),
     "corrections": _corrections(),
-    "second step": _second_step(),
+    "spared": _spared(),
 }
