@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -20,6 +21,53 @@ def python(code: str, *path: Path, cwd: Path = ROOT) -> subprocess.CompletedProc
     """Run code in a new interpreter with ``path`` in front."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(part) for part in path)}
     return processes.run(sys.executable, "-c", code, cwd=cwd, env=environment)
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module of the repository."""
+    for root in (ROOT, ROOT / "kernels"):
+        path = root / name.replace(".", "/")
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def names_of(file: Path) -> set[str]:
+    """What a module defines outside of functions and classes, imports and ``__all__`` included."""
+    names, left = set(), list(ast.parse(file.read_text(encoding="utf-8")).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        else:
+            inner = list(ast.walk(node))
+            names |= {x.id for x in inner if isinstance(x, ast.Name)}
+            names |= {x.value for x in inner if isinstance(x, ast.Constant)}
+            left += [x for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt)]
+    return names
+
+
+def test_what_tests_and_scripts_import_of_the_project_exists() -> None:
+    """Also inside of functions, which GPU tests and long benchmarks alone run."""
+    missing = []
+    for file in sorted(f for part in ("tests", "benchmarks", "examples", "deploy")
+                       for f in (ROOT / part).rglob("*.py")):  # fmt: skip
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+                continue
+            if node.module.split(".")[0] not in ("sparsek_backend", "sparsek_kernels", "tests"):
+                continue
+            source = module_file(node.module)
+            known = names_of(source) if source else set()
+            missing += [
+                f"{file.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+                for alias in node.names
+                if alias.name not in known and not module_file(f"{node.module}.{alias.name}")
+            ]
+    assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize(
