@@ -78,7 +78,8 @@ class _Prompt:
         seen = []
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out, attended = prompts.attend(rule, q, k, v)
+            dense = 4 * layer // model.layers in rule.dense_quarters
+            out, attended = prompts.attend(prompts.PromptRule() if dense else rule, q, k, v)
             seen.append(attended)
             return out
 

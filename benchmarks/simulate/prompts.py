@@ -44,6 +44,7 @@ class PromptRule:
         anchors: of every aligned group of so many rows the first attends everything, and what that
             changes is added to the others.  No row depends on later ones.
         window: keys before a tile that are always attended; a multiple of 64.
+        dense_quarters: quarters of the model's layers, from 0, that attend everything.
     """
 
     scores: str = "dense"
@@ -62,6 +63,7 @@ class PromptRule:
     dense_last: int = 0
     anchors: int = 0
     window: int = 512
+    dense_quarters: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""

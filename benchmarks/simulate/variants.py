@@ -188,7 +188,7 @@ def _corrections() -> list[Variant]:
 
 
 def _spared() -> list[Variant]:
-    """What the second step may spare, and what it may choose more of."""
+    """What the second step may spare, what it may choose more of, and which layers lose."""
     base = PromptRule("m16", dense_last=64)
     rules = {
         "96 of 192": base,
@@ -200,6 +200,7 @@ def _spared() -> list[Variant]:
         "128 of 192 16 rows": replace(base, blocks=128, rank_rows=16),
         "128 of 256": replace(base, blocks=128, candidates=256),
         "160 of 192": replace(base, blocks=160),
+        **{f"96 of 192 quarter {i} dense": replace(base, dense_quarters=(i,)) for i in range(4)},
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
