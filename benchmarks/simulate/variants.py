@@ -200,6 +200,7 @@ def _spared() -> list[Variant]:
         "128 of 192 16 rows": replace(base, blocks=128, rank_rows=16),
         "128 of 256": replace(base, blocks=128, candidates=256),
         "160 of 192": replace(base, blocks=160),
+        "96 of 192 last 1024": replace(base, dense_last=1024),
         **{f"96 of 192 quarter {i} dense": replace(base, dense_quarters=(i,)) for i in range(4)},
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
