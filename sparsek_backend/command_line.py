@@ -33,7 +33,7 @@ def commands(about: str | None = None) -> typer.Typer:
     return typer.Typer(
         help=about,
         no_args_is_help=about is not None,
-        rich_markup_mode=None,
+        rich_markup_mode=None,  # in panels, the widest option would leave the help no room
         add_completion=False,
         pretty_exceptions_show_locals=False,
         context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -106,7 +106,7 @@ def measure_model(
     ids: Sequence[int],
     policy_of: Callable[[int], StepPolicy],
     *,
-    entries: Mapping[int, torch.Tensor] | None = None,
+    entries: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Run a model over token ids and measure every layer.
 
@@ -129,7 +129,7 @@ def measure_model(
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         policy = policy_of(layer)
         lists = None
-        if entries is not None and layer in entries:
+        if layer in entries:
             lists = VerticalSlash(block_lists(entries[layer], policy.prefill).to(q.device))
         rules = (policy.prefill, policy.decode)
         for phase, rule, index in zip(PHASES, rules, (lists, None), strict=True):

@@ -27,8 +27,6 @@ _HERE = _ON_GPU if torch.cuda.is_available() else _ON_CPU
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Which prompts are given."""
-
     suite: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +96,6 @@ class PromptOptions:
         model: str,
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> PromptSet:
-        """Make the prompts."""
         asked: dict[str, Any] = {"seed": self.seed, "count": self.samples or _HERE["samples"]}
         asked["lengths"] = self.length or [_HERE["length"]]
         if self.suite:
@@ -116,8 +113,6 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """Which budgets are compared with dense attention."""
-
     budget: Annotated[
         list[str] | None,
         typer.Option(
@@ -147,23 +142,17 @@ class BudgetOptions:
             ValueError: a budget that cannot be read, one that is given twice, or none but dense.
         """
         arms = self.arms or (None if self.budget else _HERE["arms"])
-        texts = [*(arms_of(arms) if arms else ()), *(self.budget or ())]
-        budgets = [parse_budget(text) for text in texts]
-        if self.mixed:
-            budgets = [one for budget in budgets for one in (budget, *halves(budget))]
-        sparse = [budget for budget in budgets if budget.settings is not None]
-        budgets = [parse_budget("dense"), *sparse]
+        budgets = [parse_budget("dense")]
+        for text in (*(arms_of(arms) if arms else ()), *(self.budget or ())):
+            budget = parse_budget(text)
+            budgets += [] if budget.settings is None else [budget]
+            whole = (budget.config.mode, budget.config.sparse_phase) == ("block_topk", "both")
+            for phase in ("prefill", "decode") if self.mixed and whole else ():
+                budgets.append(parse_budget(f"{budget.label},sparse_phase={phase}"))
         check_each("budget", [budget.label for budget in budgets])
         if len(budgets) == 1:
             raise ValueError("budget: expected at least one besides dense")
         return budgets
-
-
-def halves(budget: Budget) -> list[Budget]:
-    """A ``block_topk`` budget sparse in the prefill alone and in the decode alone."""
-    if budget.config.mode != "block_topk" or budget.config.sparse_phase != "both":
-        return []
-    return [parse_budget(f"{budget.label},sparse_phase={x}") for x in ("prefill", "decode")]
 
 
 def arms_of(text: str) -> list[str]:
@@ -191,8 +180,6 @@ def arms_of(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of the engines that are started here."""
-
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -243,10 +230,14 @@ class EngineOptions:
         return [",".join(found[end - size : end]) for end in ends] if every else [None]
 
 
-def server_of(text: str) -> tuple[str, str]:
-    """Label and URL of a server written as ``[LABEL=]URL``."""
-    label, separator, url = text.partition("=")
-    return (label, url) if separator and "/" not in label else (text, text)
+def servers_of(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Labels, which differ, and URLs of servers written as ``[LABEL=]URL``."""
+    servers = []
+    for text in texts:
+        label, separator, url = text.partition("=")
+        servers.append((label, url) if separator and "/" not in label else (text, text))
+    check_each("base-url", [label for label, _ in servers])
+    return servers
 
 
 def check_each(
