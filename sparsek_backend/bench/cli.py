@@ -158,8 +158,6 @@ class BackendOptions:
 
 @dataclass(frozen=True)
 class CaseOptions:
-    """Requests of `serve`, which start together."""
-
     context: Annotated[
         list[int] | None, token_option("Prompt tokens, such as 16k. Repeatable; 2k if none.")
     ] = None
@@ -219,7 +217,6 @@ class LoadOptions:
     token_limit: Annotated[
         float | None, typer.Option(help="Seconds per token behind the first, on average.")
     ] = None
-
     only: Annotated[
         str | None, typer.Option(help="Measure this backend alone, such as SPARSEK.")
     ] = None

@@ -41,7 +41,6 @@ class Spread:
     most: float
 
     def draw(self, numbers: random.Random) -> float:
-        """One number."""
         drawn = numbers.lognormvariate(math.log(self.median), self.deviation)
         return min(drawn, self.most)
 

@@ -14,20 +14,16 @@ from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs, make_inputs
 from sparsek_backend.bench.oracle import Mask, MaskRule, attend_head, compare
 from sparsek_backend.bench.registry import (
+    HEADS,
     OURS,
     BenchOp,
     Case,
     GateResult,
     Outputs,
-    Param,
     Provider,
 )
 
-DEFAULTS: dict[str, Param] = {
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "dtype": "bfloat16",
+DEFAULTS = HEADS | {
     "num_sink": 0,
     "window_size": None,
     "causal": True,

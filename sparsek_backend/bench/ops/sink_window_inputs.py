@@ -29,12 +29,10 @@ class Inputs:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
         return self.q.shape[2] // self.k.shape[2]
 
     @property
     def softmax_scale(self) -> float:
-        """1 / sqrt(D)."""
         return float(self.q.shape[3] ** -0.5)
 
     def with_grad(self) -> Inputs:
