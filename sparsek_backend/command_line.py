@@ -66,6 +66,11 @@ def whole_table(*heads: str, **options: Any) -> Table:
     return table
 
 
+def number(value: float | None, digits: str = ".4g") -> str:
+    """A number for a table, or a dash where there is none."""
+    return "-" if value is None else format(value, digits)
+
+
 def token_option(text: str, *, least: int = 1) -> Any:
     """Return an option that takes tokens, as ``16384`` or ``16k``.
 

@@ -77,13 +77,8 @@ def kernels(
         out.mkdir(parents=True, exist_ok=True)
         where = choose_device(device)
         files = yaml or _default_yaml(where.type)
-        chosen = [
-            (workload.op, one)
-            for path in files
-            for workload in load_workloads(path)
-            if not case or workload.name in case
-            for one in workload.cases
-        ]
+        found = [pair for path in files for pair in load_workloads(path)]
+        chosen = [(op, one) for op, one in found if not case or one.name in case]
         if not chosen:
             raise ValueError(f"case: no workload of {', '.join(map(str, files))} has such a name")
         machine = describe_machine(where, commit)
@@ -126,8 +121,6 @@ def kernels(
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """The model that is served, and the two backends."""
-
     model: Annotated[
         str,
         typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}."),
@@ -194,8 +187,6 @@ def serve(
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What `load` sends, and which answers are good."""
-
     load: Annotated[str, typer.Option(help=f"One of {', '.join(LOADS)}.")] = "documents-32k"
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests at each rate; the load's own if left out.")
@@ -222,7 +213,6 @@ class LoadOptions:
     ] = None
 
     def plan(self, **others: Any) -> LoadPlan:
-        """The plan of these options and the others."""
         if self.load not in LOADS:
             raise ValueError(f"load: expected one of {', '.join(LOADS)}, got {self.load!r}")
         load = LOADS[self.load]

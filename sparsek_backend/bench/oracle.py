@@ -140,7 +140,6 @@ def compare(
     ``_SLACK`` is for tensors that plain torch gets exactly right.
 
     Args:
-        got: what the provider computed.
         exact: fp64 oracle.
         plain: plain torch in the inputs' dtype.
     """

@@ -31,8 +31,6 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class GateResult:
-    """Verdict of a correctness gate."""
-
     passed: bool  # whether the provider's output may be timed and compared
     detail: str  # the worst error and its bound, or what failed
 

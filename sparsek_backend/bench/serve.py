@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,9 @@ def parse_cases(contexts: Sequence[int], requests: Sequence[int]) -> tuple[Serve
     Raises:
         ValueError: fewer than one request.
     """
-    cases = []
-    for length in contexts:
-        for count in requests:
-            if count < 1:
-                raise ValueError(f"requests: expected a positive integer, got {count}")
-            cases.append(ServeCase(length, count))
-    return tuple(cases)
+    if wrong := [count for count in requests if count < 1]:
+        raise ValueError(f"requests: expected a positive integer, got {wrong[0]}")
+    return tuple(ServeCase(*x) for x in product(contexts, requests))
 
 
 def run_serve(plan: ServePlan, machine: Machine, on_progress: Callable[[str], None]) -> list[Row]:

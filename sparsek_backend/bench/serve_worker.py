@@ -96,7 +96,6 @@ class Bench:
 
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Open the engine, measure every case."""
     cases = job["cases"]
     longest = max(case["context"] for case in cases) + job["output_tokens"]
     together = max(8, *(case["requests"] for case in cases))

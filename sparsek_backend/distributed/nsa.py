@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsek_backend.distributed.calls import offsets_of, on_device
-from sparsek_backend.distributed.chosen import Chosen, fetch_chosen
+from sparsek_backend.distributed.chosen import fetch_chosen
 from sparsek_backend.distributed.exchange import Fetch
 from sparsek_backend.distributed.layouts import SequenceLayout, check_layout, check_shard
 from sparsek_backend.distributed.mesh import channel_of
@@ -95,7 +95,6 @@ def _check(
     spec: NSASpec,
     window_size: int,
 ) -> list[torch.Tensor]:
-    """Check the tensors of a call and return them."""
     check_query(q)
     check_shard("q", q, layout)
     check_pair(k, v, q, rows=q.shape[1])
@@ -205,8 +204,8 @@ def context_parallel_nsa_attention(
         blocks = [call.choose() for call in calls]
         chosen = fetch_chosen(channel, layout, plan.groups, blocks, (k, v), spec.sel_block_size)
     else:
-        chosen = [Chosen(keys, None) for keys in every.wait()]
-    nearest = [x.tensors for x in chosen] if window is None else window.wait()
+        chosen = [(keys, None) for keys in every.wait()]
+    nearest = [keys for keys, _ in chosen] if window is None else window.wait()
     outputs = [
         call.attend(keys, near, indices)
         for call, (keys, indices), near in zip(calls, chosen, nearest, strict=True)

@@ -53,7 +53,6 @@ class Workplace:
         """Score what the record lacks of a run, a call of the model at a time.
 
         Args:
-            reply: the model.
             batch: prompts in one call, which are of one length; texts, of which every token has its
                 likeliest ones, come one by one.
         """

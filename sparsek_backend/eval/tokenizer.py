@@ -15,7 +15,6 @@ class HubTokenizer(Tokenizer):
     """Text to token ids, as the model's own tokenizer does it.
 
     Args:
-        model: a Hugging Face folder or name.
         chat: whether prompts are a user's turn of the chat template; ``None`` where there is one.
 
     Raises:

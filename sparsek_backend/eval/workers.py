@@ -104,7 +104,6 @@ def python_path(*folders: Path) -> str:
 
 
 def report_progress(message: str) -> None:
-    """Called by workers."""
     print(PROGRESS + message, flush=True)
 
 

@@ -87,7 +87,6 @@ def _check_names(found: Iterable[str], known: Iterable[str], path: Path) -> None
 
 
 def number(name: str, text: str, path: Path) -> int:
-    """A number of a header."""
     if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
         raise ValueError(f"{name}: expected a number, got {text[:40]!r} in {path}")
     return int(text)

@@ -365,9 +365,8 @@ def prefill_cost(
 def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
-    Some queries score the means of the cells before their own block, some the keys of their tile's
-    list.
-    For the means the keys of a chunk's context are read once.
+    Some queries score the means of the cells before their own block, for which the keys of a
+    chunk's context are read once, some the keys of their tile's list.
     """
     scored = read = 0
     tile, size = policy.query_tile, policy.sel_block_size

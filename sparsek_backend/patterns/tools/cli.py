@@ -24,7 +24,6 @@ from sparsek_backend.extras import needing
 from sparsek_backend.machine import choose_device
 from sparsek_backend.models import check_model, fetch_texts
 from sparsek_backend.patterns.masses import Measure
-from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
 from sparsek_backend.patterns.tools.page import COLUMNS, write_page
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
@@ -46,8 +45,6 @@ PRESETS = {"default": (32, 0.90), "large_graph": (64, 0.95), "high_accuracy": (1
 
 @dataclass(frozen=True)
 class Goal:
-    """How many blocks of which size are kept."""
-
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default"
     block_size: Annotated[int | None, typer.Option(help="In place of the preset's.")] = None
     sparsity: Annotated[float | None, typer.Option(help="In place of the preset's.")] = None
@@ -73,8 +70,6 @@ class Goal:
 
 @dataclass(frozen=True)
 class Way:
-    """How blocks are weighed."""
-
     heads: Annotated[str, typer.Option(help="Who shares a pattern: kv, query or all.")] = "kv"
     measure: Annotated[str, typer.Option(help="mass, l1 or l2.")] = "l2"
     samples: Annotated[int, typer.Option(help="Queries of each block that are looked at.")] = 4
@@ -193,8 +188,10 @@ def stats(
             for layer, pattern in patterns.patterns.items()
         }
     if as_json:
-        layers = {layer: asdict(statistics) for layer, statistics in found.items()}
-        typer.echo(json.dumps({**_about(patterns), "layers": layers}))
+        names = ("model", "sparsity", "block_size", "shape")
+        about: dict[str, Any] = {name: getattr(patterns, name) for name in names}
+        about["layers"] = {layer: asdict(statistics) for layer, statistics in found.items()}
+        typer.echo(json.dumps(about))
         return
     table = whole_table("layer", *COLUMNS, title=escape(patterns.model) or None)
     for layer, statistics in found.items():
@@ -214,15 +211,6 @@ def convert(
     with _mendable():
         write_patterns(read_patterns(file, block_size=block_size), out, layer=layer, head=head)
     typer.echo(f"wrote {out}")
-
-
-def _about(patterns: ModelPatterns) -> dict[str, Any]:
-    return {
-        "model": patterns.model,
-        "sparsity": patterns.sparsity,
-        "block_size": patterns.block_size,
-        "shape": patterns.shape,
-    }
 
 
 def _one_of(option: str, value: str, values: tuple[str, ...]) -> str:
