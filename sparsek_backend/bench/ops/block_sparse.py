@@ -121,17 +121,10 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     return providers(inputs, entries, backward=backward)
 
 
-OPS = (
-    BenchOp(
-        "block_sparse_fwd",
-        "attention over random blocks, forward",
-        DEFAULTS,
-        partial(_build, backward=False),
-    ),
-    BenchOp(
-        "block_sparse_bwd",
-        "the same, backward alone (dq, dk and dv)",
-        DEFAULTS,
-        partial(_build, backward=True),
-    ),
+OPS = tuple(
+    BenchOp(name, summary, DEFAULTS, partial(_build, backward=backward))
+    for name, summary, backward in (
+        ("block_sparse_fwd", "attention over random blocks, forward", False),
+        ("block_sparse_bwd", "the same, backward alone (dq, dk and dv)", True),
+    )
 )

@@ -215,17 +215,10 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     return providers(inputs, entries, backward=backward)
 
 
-OPS = (
-    BenchOp(
-        "sink_window_fwd",
-        "sink + sliding-window, causal and full attention, forward",
-        DEFAULTS,
-        functools.partial(_build, backward=False),
-    ),
-    BenchOp(
-        "sink_window_bwd",
-        "the same, backward alone (dq, dk, dv and dsinks)",
-        DEFAULTS,
-        functools.partial(_build, backward=True),
-    ),
+OPS = tuple(
+    BenchOp(name, summary, DEFAULTS, functools.partial(_build, backward=backward))
+    for name, summary, backward in (
+        ("sink_window_fwd", "sink + sliding-window, causal and full attention, forward", False),
+        ("sink_window_bwd", "the same, backward alone (dq, dk, dv and dsinks)", True),
+    )
 )
