@@ -84,39 +84,6 @@ def _compress(
     return k_cmp, v_cmp
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gates: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    layout: SequenceLayout,
-    compression: Compression | None,
-    sliding: tuple[torch.Tensor, torch.Tensor] | None,
-    spec: NSASpec,
-    window_size: int,
-) -> list[torch.Tensor]:
-    check_query(q)
-    check_shard("q", q, layout)
-    check_pair(k, v, q, rows=q.shape[1])
-    like = {"v": v}
-    if compression is not None:
-        like |= {"compression.k": compression.k, "compression.v": compression.v}
-    if sliding is not None:
-        like |= {"sliding": sliding[0], "sliding values": sliding[1]}
-    for name, x in like.items():
-        check_tensor(name, x, tuple(k.shape), (k.dtype,), k.device)
-    for gate in gates:
-        check_tensor("gates", gate, tuple(q.shape[:3]), DTYPES, q.device)
-    check_int("window_size", window_size, 1)
-    tensors = [q, k, *like.values(), *gates]
-    phis = () if compression is None else (compression.phi_k, compression.phi_v)
-    for name, phi in zip(("phi_k", "phi_v"), phis, strict=False):
-        if phi is not None:
-            check_phi(f"compression.{name}", phi, k, spec)
-            tensors += phi
-    return tensors
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_nsa_attention(
     q: torch.Tensor,
@@ -169,7 +136,25 @@ def context_parallel_nsa_attention(
     spec = spec or NSASpec()
     with channel.agreed() as facts:
         check_layout(layout, mesh)
-        tensors = _check(q, k, v, gates, layout, compression, sliding, spec, window_size)
+        check_query(q)
+        check_shard("q", q, layout)
+        check_pair(k, v, q, rows=q.shape[1])
+        like = {"v": v}
+        if compression is not None:
+            like |= {"compression.k": compression.k, "compression.v": compression.v}
+        if sliding is not None:
+            like |= {"sliding": sliding[0], "sliding values": sliding[1]}
+        for name, x in like.items():
+            check_tensor(name, x, tuple(k.shape), (k.dtype,), k.device)
+        for gate in gates:
+            check_tensor("gates", gate, tuple(q.shape[:3]), DTYPES, q.device)
+        check_int("window_size", window_size, 1)
+        tensors = [q, k, *like.values(), *gates]
+        phis = () if compression is None else (compression.phi_k, compression.phi_v)
+        for name, phi in zip(("phi_k", "phi_v"), phis, strict=False):
+            if phi is not None:
+                check_phi(f"compression.{name}", phi, k, spec)
+                tensors += phi
         scale = check_scale(softmax_scale, q.shape[3])
         if gather not in ("all", "chosen"):
             raise ValueError(f"gather: expected 'all' or 'chosen', got {gather!r}")

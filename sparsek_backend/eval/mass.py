@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -187,9 +187,9 @@ def read_layers(model: str, ids: Sequence[int], record: Record) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
-    def show(layer: int, q: Any, k: Any, v: Any, softmax_scale: float | None = None) -> None:
+    def show(layer: int, q: Any, k: Any, v: Any, softmax_scale: float | None) -> None:
         record(layer, q, k, v, softmax_scale or q.shape[-1] ** -0.5)
 
     layers = range(loaded.config.get_text_config().num_hidden_layers)
-    learners: Any = {layer: SimpleNamespace(observe=partial(show, layer)) for layer in layers}
-    observe_model(loaded, learners, [torch.tensor([list(ids)])])
+    observers = {layer: partial(show, layer) for layer in layers}
+    observe_model(loaded, observers, [torch.tensor([list(ids)])])

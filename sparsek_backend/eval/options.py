@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparsek_backend.command_line import refuse_set, token_option
+from sparsek_backend.command_line import check_each, refuse_set, token_option
 from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.prompt import VARIANTS, Prompt, Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet
@@ -238,15 +238,3 @@ def servers_of(texts: Iterable[str]) -> list[tuple[str, str]]:
         servers.append((label, url) if separator and "/" not in label else (text, text))
     check_each("base-url", [label for label, _ in servers])
     return servers
-
-
-def check_each(
-    name: str, values: Sequence[object] | None, known: Collection[object] | None = None
-) -> None:
-    """Refuse a value that is given twice, or is none of those ``known``."""
-    given = values or ()
-    for value in given:
-        if known is not None and value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
-        if given.count(value) > 1:
-            raise ValueError(f"{name}: {value!r} is given twice")

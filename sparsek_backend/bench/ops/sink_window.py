@@ -141,25 +141,12 @@ def _ours(inputs: Inputs) -> Call:
     return Call(call)
 
 
-Maker = Callable[[Inputs], Call]
-
-
-def _backward(call: Call, leaves: Inputs) -> Callable[[], Outputs]:
-    out = call.view(call.run())
-    wanted = [leaves.q, leaves.k, leaves.v] + ([] if leaves.sinks is None else [leaves.sinks])
-
-    def run() -> Outputs:
-        return torch.autograd.grad(out, wanted, leaves.dout, retain_graph=True)
-
-    return run
-
-
 @dataclass(frozen=True)
 class Entry:
     """An implementation: its name, its call, its mask, and a note where that is not ours."""
 
     name: str
-    make: Maker
+    make: Callable[[Inputs], Call]
     rule: Mask
     note: str = ""
 
@@ -176,7 +163,10 @@ def providers(inputs: Inputs, entries: Sequence[Entry], *, backward: bool) -> li
             leaves = inputs.with_grad() if backward else inputs
             call = entry.make(leaves)
             if backward:
-                return _backward(call, leaves)
+                out = call.view(call.run())
+                wanted = [leaves.q, leaves.k, leaves.v]
+                wanted += [] if leaves.sinks is None else [leaves.sinks]
+                return lambda: torch.autograd.grad(out, wanted, leaves.dout, retain_graph=True)
             views.append(call.view)
             return lambda: (call.run(),)
 

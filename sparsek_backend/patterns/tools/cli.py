@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sparsek_backend.command_line import (
+    check_each,
     commands,
     failing_on,
     grouped,
@@ -98,9 +99,10 @@ def learn(
 ) -> None:
     """Learn a pattern for every layer of a model from what it attends in texts."""
     with _mendable():
-        preset = _one_of("--preset", goal.preset, tuple(PRESETS))
-        heads: Any = _one_of("--heads", way.heads, get_args(Heads))
-        measure: Any = _one_of("--measure", way.measure, get_args(Measure))
+        check_each("--preset", [goal.preset], PRESETS)
+        check_each("--heads", [way.heads], get_args(Heads))
+        check_each("--measure", [way.measure], get_args(Measure))
+        preset, heads, measure = goal.preset, cast(Heads, way.heads), cast(Measure, way.measure)
         shared = goal.pooled or goal.model_budget or goal.by_distance
         unread = goal.window != 1 or measure != "l2"
         if goal.windows and (shared or prefill or heads == "all" or unread):
@@ -211,12 +213,6 @@ def convert(
     with _mendable():
         write_patterns(read_patterns(file, block_size=block_size), out, layer=layer, head=head)
     typer.echo(f"wrote {out}")
-
-
-def _one_of(option: str, value: str, values: tuple[str, ...]) -> str:
-    if value not in values:
-        raise ValueError(f"{option}: expected one of {', '.join(values)}, got {value!r}")
-    return value
 
 
 def _load(

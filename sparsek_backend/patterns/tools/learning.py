@@ -60,7 +60,7 @@ def learn_window_patterns(
         layer: WindowErrors(sizes, block_size, sinks=sinks, samples=samples)
         for layer in range(model.config.get_text_config().num_hidden_layers)
     }
-    observe_model(model, errors, data)
+    observe_model(model, {layer: x.observe for layer, x in errors.items()}, data)
     shares = {layer: x.shares() for layer, x in errors.items()}
     patterns = fit_windows(shares, sizes, length, block_size, sinks=sinks, sparsity=sparsity)
     return ModelPatterns(patterns, name, sparsity)
