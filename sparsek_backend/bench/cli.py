@@ -293,11 +293,8 @@ def plot(
 def _default_yaml(device: str) -> list[Path]:
     """The workloads beside this installation that are of a size for the device."""
     folder = Path(__file__).resolve().parents[2] / "benchmarks"
-    files = [
-        file
-        for file in sorted(folder.glob("*.yaml"))
-        if file.stem.endswith("_cpu") == (device == "cpu")
-    ]
+    every, is_cpu = sorted(folder.glob("*.yaml")), device == "cpu"
+    files = [file for file in every if file.stem.endswith("_cpu") == is_cpu]
     if not files:
         raise ValueError("yaml: expected --yaml FILE, no workloads lie beside this installation")
     return files

@@ -75,11 +75,8 @@ def run_serve(plan: ServePlan, machine: Machine, on_progress: Callable[[str], No
             label = f"{name}, round {turn + 1}"
             one = plan.run(WORKER, job, backend=name, label=label, on_progress=on_progress)
             found[name].append(one)
-    return [
-        _row(plan, machine, name, index, found[name])
-        for index in range(len(plan.cases))
-        for name in plan.backends
-    ]
+    each = product(range(len(plan.cases)), plan.backends)
+    return [_row(plan, machine, name, index, found[name]) for index, name in each]
 
 
 def _row(

@@ -69,11 +69,8 @@ def _draw_lines(axis: Any, records: Records, y: str, label: str) -> None:
 
 def _write_ratios(axis: Any, records: Records, field: str) -> None:
     """What ours gains, below each of its points."""
-    theirs = {
-        (row["context"], row["requests"]): float(row[field])
-        for row in records
-        if row["backend"] != BACKEND_NAME
-    }
+    others = [row for row in records if row["backend"] != BACKEND_NAME]
+    theirs = {(row["context"], row["requests"]): float(row[field]) for row in others}
     for row in records:
         base = theirs.get((row["context"], row["requests"]))
         if row["backend"] == BACKEND_NAME and base is not None:

@@ -181,20 +181,16 @@ def context_parallel_nsa_attention(
     made = _compress(compression, halo.wait()[0], plan, spec)
     compressed = Fetch(channel, plan.compressed, made).wait()
     settings = NSASettings(spec, window_size, scale)
-    calls = [
-        NSACall.of(settings, group, q, gates, blocks)
-        for group, blocks in zip(plan.groups, compressed, strict=True)
-    ]
+    pairs = zip(plan.groups, compressed, strict=True)
+    calls = [NSACall.of(settings, group, q, gates, blocks) for group, blocks in pairs]
     if every is None:
         blocks = [call.choose() for call in calls]
         chosen = fetch_chosen(channel, layout, plan.groups, blocks, (k, v), spec.sel_block_size)
     else:
         chosen = [(keys, None) for keys in every.wait()]
     nearest = [keys for keys, _ in chosen] if window is None else window.wait()
-    outputs = [
-        call.attend(keys, near, indices)
-        for call, (keys, indices), near in zip(calls, chosen, nearest, strict=True)
-    ]
+    attended = zip(calls, chosen, nearest, strict=True)
+    outputs = [call.attend(keys, near, indices) for call, (keys, indices), near in attended]
     parts: list[tuple[int, torch.Tensor]] = []
     for group, out in zip(plan.groups, outputs, strict=True):
         split = out.split([x.stop - x.start for x in group.rows], 1)

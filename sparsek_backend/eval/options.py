@@ -169,10 +169,8 @@ def arms_of(text: str) -> list[str]:
         raise ValueError(f"arms: expected 2 blocks and 4 decode_tokens at least, got {text!r}")
     sized = ("top_k=", "decode_tokens=")
     rest = "".join(f",{x}" for x in text.split(",")[1:] if not x.startswith(sized))
-    half, twice = (
-        f"block_topk:{selected},decode_tokens={2 * decoded}{rest}"
-        for selected, decoded in ((blocks // 2, pairs // 2), (2 * blocks, 2 * pairs))
-    )
+    sizes = ((blocks // 2, pairs // 2), (2 * blocks, 2 * pairs))
+    half, twice = (f"block_topk:{x},decode_tokens={2 * y}{rest}" for x, y in sizes)
     policy = budget.policy().prefill
     window = (policy.budget_blocks - policy.sink_blocks) * policy.sel_block_size
     return [text, half, twice, f"sink_window:{window},num_sink={policy.num_sink}"]

@@ -173,10 +173,8 @@ def _gate(inputs: Inputs, out: torch.Tensor) -> GateResult:
         plain = _last_compressed(inputs, request, head, dtype)
         if exact is not None and plain is not None:
             cells = int(inputs.batch.seq_lens[request]) // SPEC.cmp_stride
-            got = [
-                inputs.rows(cache, request, head, cells)[-1]
-                for cache in (inputs.pages.k_cmp, inputs.pages.v_cmp)
-            ]
+            caches = (inputs.pages.k_cmp, inputs.pages.v_cmp)
+            got = [inputs.rows(cache, request, head, cells)[-1] for cache in caches]
             verdict = compare(["k_cmp", "v_cmp"], got, list(exact), list(plain))
             if not verdict.passed:
                 return verdict

@@ -100,10 +100,8 @@ def gate_tiles(
                 wrong = wrong_selection(chosen, inputs, tile, rule)
             if wrong:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
-        exact, plain = (
-            attend_tile(inputs, tile, chosen, rule, dtype)
-            for dtype in (torch.float64, inputs.q.dtype)
-        )
+        dtypes = (torch.float64, inputs.q.dtype)
+        exact, plain = (attend_tile(inputs, tile, chosen, rule, dtype) for dtype in dtypes)
         verdict = compare(["out"], [inputs.tile_rows(out, tile)], [exact], [plain])
         if not verdict.passed:
             return verdict
@@ -194,10 +192,8 @@ def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     table = inputs.block_table[:, : ceil_div(length, inputs.page_size)].long()
 
     def call() -> Outputs:
-        k, v = (
-            cache[table].transpose(1, 2).flatten(2, 3)[:, :, :length]
-            for cache in (inputs.k_cache, inputs.v_cache)
-        )
+        caches = (inputs.k_cache, inputs.v_cache)
+        k, v = (x[table].transpose(1, 2).flatten(2, 3)[:, :, :length] for x in caches)
         out = F.scaled_dot_product_attention(inputs.q[:, :, None], k, v, enable_gqa=True)
         return (out[:, :, 0],)
 

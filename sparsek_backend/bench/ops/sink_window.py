@@ -111,10 +111,8 @@ class Oracle:
 
 def cost(inputs: Inputs, rule: Mask, *, backward: bool) -> tuple[float, float]:
     """FLOPs (4 D a visible pair and query head, 2.5 times that backward) and least bytes."""
-    pairs = sum(
-        rule.count_pairs(query_len, seq_len)
-        for query_len, seq_len in zip(inputs.query_lens, inputs.seq_lens, strict=True)
-    )
+    lengths = zip(inputs.query_lens, inputs.seq_lens, strict=True)
+    pairs = sum(rule.count_pairs(query_len, seq_len) for query_len, seq_len in lengths)
     heads, dim = inputs.q.shape[2:]
     flops = 4.0 * dim * heads * pairs * (2.5 if backward else 1.0)
     q_bytes, kv_bytes = (t.numel() * t.element_size() for t in (inputs.q, inputs.k))

@@ -92,10 +92,8 @@ class GraphAttention(torch.nn.Module):
             raise ValueError("batch: expected None with a layout, which is made with it, got one")
         check_tensor("slots of the layout", layout.slots, (x.shape[0],))
         placed = x.new_zeros(layout.length, self.in_channels).index_copy(0, layout.slots, x)
-        q, k, v = (
-            project(placed).unflatten(1, (self.heads, -1))[None]
-            for project in (self.lin_query, self.lin_key, self.lin_value)
-        )
+        projections = (self.lin_query, self.lin_key, self.lin_value)
+        q, k, v = (project(placed).unflatten(1, (self.heads, -1))[None] for project in projections)
         # Places without a node see nothing and are seen by none.
         real = None if layout.real is None else layout.real[None]
         found = block_sparse_attention(q, k, v, layout.pattern, key_mask=real, query_mask=real)

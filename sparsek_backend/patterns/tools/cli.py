@@ -185,10 +185,8 @@ def stats(
     """Density, blocks per row, importance, bytes and FLOPs of every layer."""
     with _mendable():
         patterns = read_patterns(file, block_size=block_size)
-        found = {
-            layer: pattern_statistics(pattern, head_dim=head_dim)
-            for layer, pattern in patterns.patterns.items()
-        }
+        layers = patterns.patterns.items()
+        found = {layer: pattern_statistics(x, head_dim=head_dim) for layer, x in layers}
     if as_json:
         names = ("model", "sparsity", "block_size", "shape")
         about: dict[str, Any] = {name: getattr(patterns, name) for name in names}
