@@ -146,8 +146,10 @@ class Watched:
             watched[measure] = learned_patterns(
                 self.model, ids.shape[1], self.block_size, heads="query", importance=options
             )
-        learners = {layer: Several([x[layer] for x in watched.values()]) for layer in layers}
-        observe_model(self.model.base_model, learners, [ids])  # without its logits
+        observers = {
+            layer: partial(show_each, [x[layer] for x in watched.values()]) for layer in layers
+        }
+        observe_model(self.model.base_model, observers, [ids])  # without its logits
         for measure, seen in watched.items():
             name = self._name(text, measure)
             read = "shares" if measure == "windows" else "importance"
@@ -158,16 +160,10 @@ class Watched:
         print(f"read {text}", flush=True)
 
 
-class Several:
-    """Learners of one layer."""
-
-    def __init__(self, learners: list[Any]) -> None:
-        self.learners = learners
-
-    def observe(self, *inputs: Any) -> None:
-        """Show them a batch."""
-        for learner in self.learners:
-            learner.observe(*inputs)
+def show_each(learners: list[Any], *inputs: Any) -> None:
+    """Show a batch to the learners of one layer."""
+    for learner in learners:
+        learner.observe(*inputs)
 
 
 class Lessons:

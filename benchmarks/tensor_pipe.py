@@ -62,7 +62,7 @@ _TO_MS |= {"nsecond": 1e-6, "usecond": 1e-3, "msecond": 1.0, "second": 1e3}
 def the_case(toy: bool) -> Case:
     """The workload's case, or a small one."""
     workloads = load_workloads(Path(__file__).with_name("block_sparse.yaml"))
-    (case,) = next(w.cases for w in workloads if (w.op.name, w.name) == (OP, CASE))
+    (case,) = (case for op, case in workloads if (op.name, case.name) == (OP, CASE))
     if not toy:
         return case
     small = {"num_heads": 4, "num_kv_heads": 2, "patterns": 2, "head_dim": 32, "dtype": "float32"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
@@ -33,7 +33,7 @@ def commands(about: str | None = None) -> typer.Typer:
     return typer.Typer(
         help=about,
         no_args_is_help=about is not None,
-        rich_markup_mode=None,
+        rich_markup_mode=None,  # in panels, the widest option would leave the help no room
         add_completion=False,
         pretty_exceptions_show_locals=False,
         context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
@@ -64,6 +64,11 @@ def whole_table(*heads: str, **options: Any) -> Table:
     for head in heads:
         table.add_column(head, overflow="fold")
     return table
+
+
+def number(value: float | None, digits: str = ".4g") -> str:
+    """A number for a table, or a dash where there is none."""
+    return "-" if value is None else format(value, digits)
 
 
 def token_option(text: str, *, least: int = 1) -> Any:
@@ -121,6 +126,18 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     vars(run)["__signature__"] = inspect.Signature(options)
     run.__annotations__ = {option.name: option.annotation for option in options}
     return run
+
+
+def check_each(
+    name: str, values: Sequence[object] | None, known: Collection[object] | None = None
+) -> None:
+    """Refuse a value that is given twice, or is none of those ``known``."""
+    given = values or ()
+    for value in given:
+        if known is not None and value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
+        if given.count(value) > 1:
+            raise ValueError(f"{name}: {value!r} is given twice")
 
 
 def refuse_set(reason: str, *groups: Any, **values: Any) -> None:

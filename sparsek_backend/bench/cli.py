@@ -77,13 +77,8 @@ def kernels(
         out.mkdir(parents=True, exist_ok=True)
         where = choose_device(device)
         files = yaml or _default_yaml(where.type)
-        chosen = [
-            (workload.op, one)
-            for path in files
-            for workload in load_workloads(path)
-            if not case or workload.name in case
-            for one in workload.cases
-        ]
+        found = [pair for path in files for pair in load_workloads(path)]
+        chosen = [(op, one) for op, one in found if not case or one.name in case]
         if not chosen:
             raise ValueError(f"case: no workload of {', '.join(map(str, files))} has such a name")
         machine = describe_machine(where, commit)
@@ -126,8 +121,6 @@ def kernels(
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """The model that is served, and the two backends."""
-
     model: Annotated[
         str,
         typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}."),
@@ -158,8 +151,6 @@ class BackendOptions:
 
 @dataclass(frozen=True)
 class CaseOptions:
-    """Requests of `serve`, which start together."""
-
     context: Annotated[
         list[int] | None, token_option("Prompt tokens, such as 16k. Repeatable; 2k if none.")
     ] = None
@@ -196,8 +187,6 @@ def serve(
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What `load` sends, and which answers are good."""
-
     load: Annotated[str, typer.Option(help=f"One of {', '.join(LOADS)}.")] = "documents-32k"
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests at each rate; the load's own if left out.")
@@ -219,13 +208,11 @@ class LoadOptions:
     token_limit: Annotated[
         float | None, typer.Option(help="Seconds per token behind the first, on average.")
     ] = None
-
     only: Annotated[
         str | None, typer.Option(help="Measure this backend alone, such as SPARSEK.")
     ] = None
 
     def plan(self, **others: Any) -> LoadPlan:
-        """The plan of these options and the others."""
         if self.load not in LOADS:
             raise ValueError(f"load: expected one of {', '.join(LOADS)}, got {self.load!r}")
         load = LOADS[self.load]
@@ -306,11 +293,8 @@ def plot(
 def _default_yaml(device: str) -> list[Path]:
     """The workloads beside this installation that are of a size for the device."""
     folder = Path(__file__).resolve().parents[2] / "benchmarks"
-    files = [
-        file
-        for file in sorted(folder.glob("*.yaml"))
-        if file.stem.endswith("_cpu") == (device == "cpu")
-    ]
+    every, is_cpu = sorted(folder.glob("*.yaml")), device == "cpu"
+    files = [file for file in every if file.stem.endswith("_cpu") == is_cpu]
     if not files:
         raise ValueError("yaml: expected --yaml FILE, no workloads lie beside this installation")
     return files

@@ -98,7 +98,6 @@ def write_load(out: Path, name: str, plan: LoadPlan, rows: Sequence[Row]) -> lis
 
 
 def sessions_table(plan: LoadPlan) -> Table:
-    """The statistics of the sessions that are sent."""
     found = plan.describe()
     title = (
         f"{plan.load}: {found['requests']} requests in {found['sessions']} sessions\n"

@@ -75,8 +75,7 @@ class LoadFile:
     """The file of one plan, which is continued where it ends.
 
     Args:
-        path: the file; begun if there is none.
-        plan: what all its lines are of.
+        path: begun if there is none.
         machine: where they are measured. A file of another machine can be read, not continued.
 
     Raises:
@@ -108,7 +107,6 @@ class LoadFile:
             )
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write one line at once."""
         append_rows(self._path, [line])
 
     def read(self) -> Results:

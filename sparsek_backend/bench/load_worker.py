@@ -6,7 +6,6 @@ The engine is the one that `vllm serve` has behind HTTP.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -19,9 +18,9 @@ from sparsek_backend.bench.serve_worker import (
     FIRST_TOKEN_ID,
     cache_tokens,
     checked_share,
+    open_measured,
     read_stats,
 )
-from sparsek_backend.eval.engine import ensure_entry_point, open_engine
 from sparsek_backend.eval.workers import report_progress, serve_job
 
 Ask = Callable[[list[int], int, Answer], Awaitable[list[int]]]
@@ -149,28 +148,17 @@ class Server:
         }
 
 
-def work(job: Mapping[str, Any]) -> dict[str, Any]:
+def work(job: Mapping[str, Any]) -> None:
     """Send the sessions at each rate that is left."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_stats is sent by reference
-    ensure_entry_point()
     asyncio.run(_measure(job))
-    return {}
 
 
 async def _measure(job: Mapping[str, Any]) -> None:
     load = LOADS[job["load"]].scaled(job["scale"])
     sessions = draw_sessions(load, job["requests"], job["seed"])
     turns = [turn for session in sessions for turn in session.turns]
-    engine = open_engine(
-        job["model"],
-        settings=job["settings"],
-        baseline=job["baseline"],
-        in_process=False,
-        create=open_server,
-        max_model_len=max(turn.prompt + turn.output for turn in turns),
-        skip_tokenizer_init=True,
-        **job["engine"],
-    )
+    longest = max(turn.prompt + turn.output for turn in turns)
+    engine = open_measured(job, create=open_server, max_model_len=longest)
     try:
         server = Server(engine)
         vocabulary = range(FIRST_TOKEN_ID, engine.model_config.get_vocab_size())

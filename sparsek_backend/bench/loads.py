@@ -14,14 +14,13 @@ from typing import Any
 
 from sparsek_backend.bench.timing import quantile
 
+_SHARES = {"p50": 0.5, "p10": 0.1, "p90": 0.9, "p99": 0.99, "most": 1.0}
 LONGEST = 131072
 """Tokens of prompt and answer that no turn exceeds; a session ends before."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a good answer keeps to."""
-
     first: float  # seconds to the first token of a session's first turn
     later: float  # the same of its later turns, whose prefix was computed before
     per_token: float  # seconds per output token behind the first, on average
@@ -41,7 +40,6 @@ class Spread:
     most: float
 
     def draw(self, numbers: random.Random) -> float:
-        """One number."""
         drawn = numbers.lognormvariate(math.log(self.median), self.deviation)
         return min(drawn, self.most)
 
@@ -52,8 +50,6 @@ class Spread:
 
 @dataclass(frozen=True)
 class Load:
-    """What sessions are drawn from."""
-
     start: Spread  # prompt tokens of a session's first turn
     added: Spread  # tokens that come behind an answer in the next turn's prompt
     output: Spread  # tokens of an answer
@@ -111,8 +107,6 @@ LOADS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of a session."""
-
     think: float  # seconds from the answer before to this turn; 0 in the first
     added: int  # tokens of its prompt behind the prompt before and its answer
     prompt: int  # tokens of its prompt
@@ -175,12 +169,9 @@ def describe_sessions(sessions: Sequence[Session]) -> dict[str, Any]:
         "sessions": len(sessions),
         "requests": len(turns),
         "ideal_hit_share": sum(turn.cached for turn in turns) / sum(prompts),
-        **{name: _spread(values) for name, values in sizes.items() if values},
+        **{
+            name: {of: quantile(sorted(values), share) for of, share in _SHARES.items()}
+            for name, values in sizes.items()
+            if values
+        },
     }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    shares = {"p50": 0.5, "p10": 0.1, "p90": 0.9, "p99": 0.99}
-    found = {name: quantile(ordered, share) for name, share in shares.items()}
-    return {**found, "most": ordered[-1]}

@@ -41,11 +41,9 @@ class MaskRule:
     causal: bool = True  # False for full attention; needs `window_size=None`
 
     def of_head(self, kv_head: int) -> MaskRule:
-        """Every head has the same mask."""
         return self
 
     def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-        """[len(rows), len(cols)] bool; rows are query positions counted in keys."""
         if not self.causal:
             return torch.ones(len(rows), len(cols), dtype=torch.bool, device=rows.device)
         seen = cols[None, :] <= rows[:, None]
@@ -55,7 +53,6 @@ class MaskRule:
         return seen
 
     def count_pairs(self, num_queries: int, num_keys: int) -> int:
-        """Visible (query, key) pairs of one head: what the FLOPs are counted from."""
         if not self.causal:
             return num_queries * num_keys
         rows = torch.arange(num_queries, dtype=torch.int64) + (num_keys - num_queries)
@@ -143,7 +140,6 @@ def compare(
     ``_SLACK`` is for tensors that plain torch gets exactly right.
 
     Args:
-        got: what the provider computed.
         exact: fp64 oracle.
         plain: plain torch in the inputs' dtype.
     """

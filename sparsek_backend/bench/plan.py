@@ -33,7 +33,6 @@ class Plan:
 
     @property
     def backends(self) -> tuple[str, str]:
-        """Names of the baseline and of ours."""
         return self.baseline or "vLLM's own", BACKEND_NAME
 
     def settings_of(self, backend: str) -> str:
@@ -51,11 +50,7 @@ class Plan:
         label: str,
         on_progress: Callable[[str], None],
     ) -> dict[str, Any]:
-        """What a worker finds with one backend's engine.
-
-        Args:
-            job: what it gets beside the engine.
-            label: names it in errors and progress.
+        """What a worker finds with one backend's engine, from it and a job.
 
         Raises:
             WorkerError: the engine failed.

@@ -16,6 +16,14 @@ OURS = "sparsek"
 Outputs = tuple[torch.Tensor, ...]
 Param = int | float | str | bool | None
 
+HEADS: dict[str, Param] = {
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+}
+"""Parameters that every op has, with their defaults."""
+
 
 class Unavailable(Exception):
     """A provider cannot run this case here; the message says why."""
@@ -23,8 +31,6 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class GateResult:
-    """Verdict of a correctness gate."""
-
     passed: bool  # whether the provider's output may be timed and compared
     detail: str  # the worst error and its bound, or what failed
 

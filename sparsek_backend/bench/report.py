@@ -9,14 +9,7 @@ from sparsek_backend.bench.compare import Pair
 from sparsek_backend.bench.registry import OURS
 from sparsek_backend.bench.results import Row, speedup
 from sparsek_backend.bench.runner import BarResult
-from sparsek_backend.command_line import whole_table
-
-_DASH = "-"
-
-
-def number(value: float | None, digits: str = ".4g") -> str:
-    """A number, or a dash where there is none."""
-    return _DASH if value is None else format(value, digits)
+from sparsek_backend.command_line import number, whole_table
 
 
 def print_case(console: Console, rows: list[Row]) -> None:
@@ -34,12 +27,12 @@ def print_case(console: Console, rows: list[Row]) -> None:
         table.add_row(
             row.provider,
             number(row.ms),
-            f"{number(row.p20_ms)}-{number(row.p80_ms)}" if row.is_timed else _DASH,
+            f"{number(row.p20_ms)}-{number(row.p80_ms)}" if row.is_timed else "-",
             number(row.tflops),
             number(row.tb_s, ".3g"),
             number(row.roofline, ".0%"),
             number(row.peak_mib, ".1f"),
-            _DASH if ratio is None else verdict(ratio),
+            "-" if ratio is None else verdict(ratio),
             (row.note and f"{_gate(row)} ({row.note})") or _gate(row),
         )
     console.print(table)

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,9 @@ def parse_cases(contexts: Sequence[int], requests: Sequence[int]) -> tuple[Serve
     Raises:
         ValueError: fewer than one request.
     """
-    cases = []
-    for length in contexts:
-        for count in requests:
-            if count < 1:
-                raise ValueError(f"requests: expected a positive integer, got {count}")
-            cases.append(ServeCase(length, count))
-    return tuple(cases)
+    if wrong := [count for count in requests if count < 1]:
+        raise ValueError(f"requests: expected a positive integer, got {wrong[0]}")
+    return tuple(ServeCase(*x) for x in product(contexts, requests))
 
 
 def run_serve(plan: ServePlan, machine: Machine, on_progress: Callable[[str], None]) -> list[Row]:
@@ -78,11 +75,8 @@ def run_serve(plan: ServePlan, machine: Machine, on_progress: Callable[[str], No
             label = f"{name}, round {turn + 1}"
             one = plan.run(WORKER, job, backend=name, label=label, on_progress=on_progress)
             found[name].append(one)
-    return [
-        _row(plan, machine, name, index, found[name])
-        for index in range(len(plan.cases))
-        for name in plan.backends
-    ]
+    each = product(range(len(plan.cases)), plan.backends)
+    return [_row(plan, machine, name, index, found[name]) for index, name in each]
 
 
 def _row(

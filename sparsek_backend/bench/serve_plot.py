@@ -41,9 +41,10 @@ def plot_serve(records: Records, path: Path) -> None:
     _draw_lines(each, records, "tpot_ms", "{backend}, {requests} together")
     each.set_title("time per output token", fontsize=10)
     contexts = sorted({int(row["context"]) for row in records})
+    sizes = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in contexts]
     for axis in (first, each):
         axis.set_xscale("log", base=2)
-        axis.set_xticks(contexts, [_size(context) for context in contexts])
+        axis.set_xticks(contexts, sizes)
         axis.margins(x=0.08, y=0.15)
         axis.set_xlabel("tokens of context")
         axis.set_ylabel("milliseconds (less is better)")
@@ -68,11 +69,8 @@ def _draw_lines(axis: Any, records: Records, y: str, label: str) -> None:
 
 def _write_ratios(axis: Any, records: Records, field: str) -> None:
     """What ours gains, below each of its points."""
-    theirs = {
-        (row["context"], row["requests"]): float(row[field])
-        for row in records
-        if row["backend"] != BACKEND_NAME
-    }
+    others = [row for row in records if row["backend"] != BACKEND_NAME]
+    theirs = {(row["context"], row["requests"]): float(row[field]) for row in others}
     for row in records:
         base = theirs.get((row["context"], row["requests"]))
         if row["backend"] == BACKEND_NAME and base is not None:
@@ -81,7 +79,3 @@ def _write_ratios(axis: Any, records: Records, field: str) -> None:
                 f"{base / float(row[field]):.2f}x", place, xytext=(0, -14), ha="center", fontsize=8,
                 textcoords="offset points", color=_COLOURS[True],
             )  # fmt: skip
-
-
-def _size(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)

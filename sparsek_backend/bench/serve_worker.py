@@ -34,6 +34,21 @@ def checked_share(found: Sequence[tuple[int, float]]) -> float:
     return share
 
 
+def open_measured(job: Mapping[str, Any], **arguments: Any) -> Any:
+    """The engine of a job, with processes of its own as a server's."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_stats is sent by reference
+    ensure_entry_point()
+    return open_engine(
+        job["model"],
+        settings=job["settings"],
+        baseline=job["baseline"],
+        in_process=False,
+        skip_tokenizer_init=True,
+        **arguments,
+        **job["engine"],
+    )
+
+
 def cache_tokens(vllm_config: Any) -> int:
     """Tokens of an engine's KV cache."""
     cache = vllm_config.cache_config
@@ -81,21 +96,10 @@ class Bench:
 
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Open the engine, measure every case."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_stats is sent by reference
-    ensure_entry_point()
     cases = job["cases"]
     longest = max(case["context"] for case in cases) + job["output_tokens"]
-    engine = open_engine(
-        job["model"],
-        settings=job["settings"],
-        baseline=job["baseline"],
-        in_process=False,
-        max_model_len=longest,
-        max_num_seqs=max(8, *(case["requests"] for case in cases)),
-        skip_tokenizer_init=True,
-        **job["engine"],
-    )
+    together = max(8, *(case["requests"] for case in cases))
+    engine = open_measured(job, max_model_len=longest, max_num_seqs=together)
     report_progress("engine ready")
     try:
         config = engine.llm_engine.vllm_config

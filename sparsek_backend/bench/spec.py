@@ -31,17 +31,14 @@ class BatchSpec:
 
     @property
     def num_requests(self) -> int:
-        """Requests in the batch."""
         return len(self.query_lens)
 
     @property
     def total_query_tokens(self) -> int:
-        """Query tokens over all requests."""
         return sum(self.query_lens)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every request has the same two lengths."""
         return len(set(zip(self.query_lens, self.seq_lens, strict=True))) == 1
 
 

@@ -101,10 +101,12 @@ def time_interleaved(
             if rest_s:
                 time.sleep(rest_s)
             samples[index].append(clock.sample(timed[index]))
-    return [
-        _summary([ms / call.calls for ms in values], call.method)
-        for call, values in zip(timed, samples, strict=True)
-    ]
+    found = []
+    for call, values in zip(timed, samples, strict=True):
+        ordered = sorted(ms / call.calls for ms in values)
+        median, low, high = (quantile(ordered, share) for share in (0.5, 0.2, 0.8))
+        found.append(Timing(median, low, high, len(ordered), call.method))
+    return found
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -112,17 +114,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     if share == 0.5:
         return statistics.median(ordered)
     return ordered[round(share * (len(ordered) - 1))]
-
-
-def _summary(values: list[float], method: str) -> Timing:
-    ordered = sorted(values)
-    return Timing(
-        median_ms=quantile(ordered, 0.5),
-        p20_ms=quantile(ordered, 0.2),
-        p80_ms=quantile(ordered, 0.8),
-        samples=len(ordered),
-        method=method,
-    )
 
 
 def _repeat(fn: Callable[[], object], calls: int) -> Callable[[], object]:
@@ -180,7 +171,6 @@ class _WallClock:
     """The host's clock around one call."""
 
     def sample(self, call: Timed) -> float:
-        """Milliseconds of `call.fn()`."""
         begin = time.perf_counter()
         call.fn()
         return (time.perf_counter() - begin) * 1e3

@@ -11,7 +11,6 @@ workloads:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,12 @@ class _File(BaseModel, extra="forbid"):
     workloads: list[_Entry]
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One op's cases under one name, a case per batch spec."""
-
-    op: BenchOp
-    name: str
-    cases: tuple[Case, ...]
+Cases = list[tuple[BenchOp, Case]]
+"""Ops, each with a case of a workload: there is one for each batch spec."""
 
 
-def load_workloads(path: Path) -> list[Workload]:
-    """Read a workload file.
+def load_workloads(path: Path) -> Cases:
+    """The cases of a workload file.
 
     Raises:
         ImportError: pyyaml is missing; the message has the install command.
@@ -68,8 +62,8 @@ def load_workloads(path: Path) -> list[Workload]:
     return parse_workloads(document, source=str(path))
 
 
-def parse_workloads(document: object, source: str) -> list[Workload]:
-    """The workloads of a parsed document; `source` names it in errors."""
+def parse_workloads(document: object, source: str) -> Cases:
+    """The cases of a parsed document; `source` names it in errors."""
     try:
         file = _File.model_validate(document)
     except ValidationError as error:
@@ -78,10 +72,10 @@ def parse_workloads(document: object, source: str) -> list[Workload]:
     for op, name in names:
         if names.count((op, name)) > 1:
             raise ValueError(f"{source}: workload {name!r} of {op} appears twice")
-    return [_workload(entry, file.defaults, source) for entry in file.workloads]
+    return [case for entry in file.workloads for case in _cases(entry, file.defaults, source)]
 
 
-def _workload(entry: _Entry, defaults: dict[str, Any], source: str) -> Workload:
+def _cases(entry: _Entry, defaults: dict[str, Any], source: str) -> Cases:
     where, op = f"{source}: workload {entry.name!r}", OPS.get(entry.op)
     if op is None:
         raise ValueError(f"{where}: op: expected one of {', '.join(OPS)}, got {entry.op!r}")
@@ -96,7 +90,5 @@ def _workload(entry: _Entry, defaults: dict[str, Any], source: str) -> Workload:
         specs = [parse_spec(text) for text in entry.specs]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    cases = (
-        Case(entry.name, spec, params, entry.bars, entry.timing, entry.providers) for spec in specs
-    )
-    return Workload(op, entry.name, tuple(cases))
+    rest = (params, entry.bars, entry.timing, entry.providers)
+    return [(op, Case(entry.name, spec, *rest)) for spec in specs]

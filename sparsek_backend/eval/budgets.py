@@ -38,7 +38,6 @@ class Budget:
 
     @cached_property
     def config(self) -> SparsityConfig:
-        """The settings with their defaults."""
         return resolve_config(self.settings or {"mode": "dense"}, {}).config
 
     def policy(self, layer: int = 0) -> StepPolicy:

@@ -22,25 +22,12 @@ from sparsek_backend.command_line import commands, failing_on, grouped, refuse_s
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.mass import PHASES, mean_of, measure_model, plot_masses
-from sparsek_backend.eval.options import (
-    BudgetOptions,
-    EngineOptions,
-    PromptOptions,
-    check_each,
-    server_of,
-)
+from sparsek_backend.eval.options import BudgetOptions, EngineOptions, PromptOptions, servers_of
 from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.record import read_scores
-from sparsek_backend.eval.results import (
-    Run,
-    collect_runs,
-    compare_runs,
-    read_results,
-    rows_of,
-    warnings_of,
-)
+from sparsek_backend.eval.results import Run, collect_runs, compare_runs, read_results, warnings_of
 from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tables import result_tables
@@ -50,7 +37,6 @@ from sparsek_backend.models import fetch_model
 from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_backend.pyplot import import_pyplot
 
-# Plain help: in panels, the widest option would leave no room for what the options mean.
 app = commands()
 console = Console(markup=False)  # labels and paths may have brackets
 _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
@@ -96,29 +82,27 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return
     with _mendable():
-        if base_url:
+        if servers := servers_of(base_url or ()):
             reason = "base-url: a server has its own model, budget and engine"
             refuse_set(reason, budgets, engine, model=model, chat=asked.chat)
-            check_each("base-url", [server_of(text)[0] for text in base_url])
         elif served_model:
             raise ValueError("served-model: expected with --base-url only; use --model")
         compared = budgets.parsed()
         asked.check(prompts)
         import_pyplot()  # what the end needs is missed at the start
         out.mkdir(parents=True, exist_ok=True)
-        what = server_of(base_url[0])[1] if base_url else model or str(fetch_model())
+        what = servers[0][1] if servers else model or str(fetch_model())
         local, gpus = LocalModel(what, engine.arguments()), engine.gpus()
         runs: dict[str, Scoring] = {one.label: partial(local.run, one) for one in compared}
-        tokenizer: Callable[[], Tokenizer] = partial(HubTokenizer, what, asked.chat)
-        if base_url:
+        server = partial(ServedScorer, model=served_model) if servers else None
+        if servers:
             gpus = [None]
-            runs = {server_of(url)[0]: partial(run_server, url, served_model) for url in base_url}
-            tokenizer = partial(ServedScorer, what, served_model)
+            runs = {label: partial(run_server, label, url, served_model) for label, url in servers}
         kept = out / f"{name}.prompts.json.gz"
-        found, file = take_prompts(prompts, asked, tokenizer, what, kept)
+        found, file = take_prompts(prompts, asked, what, kept, server)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
         keys = run_all(found, [(x, partial(run, place)) for x, run in runs.items()], gpus)
-        _report(place.record, collect_runs(rows_of(place.record, found.prompts), keys), commit)
+        _report(place.record, collect_runs(read_scores(place.record), keys, found.prompts), commit)
 
 
 @app.command("prompts")
@@ -133,8 +117,7 @@ def make_prompt_file(
     """Prepare prompts as token ids, for a machine that has the model without its tokenizer."""
     with _mendable():
         asked.check()
-        tokenizer = partial(HubTokenizer, model, asked.chat)
-        found, _ = take_prompts(None, asked, tokenizer, model, out)
+        found, _ = take_prompts(None, asked, model, out)
     typer.echo(f"wrote {len(found.prompts)} prompts to {out}")
 
 
@@ -196,16 +179,12 @@ def measure_mass(
             raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
         import_pyplot()
         asked.check(prompts)
-        tokenizer, kept = partial(HubTokenizer, model, asked.chat), out / f"{name}.prompts.json.gz"
-        found, _ = take_prompts(prompts, replace(asked, samples=1), tokenizer, model, kept)
+        kept = out / f"{name}.prompts.json.gz"
+        found, _ = take_prompts(prompts, replace(asked, samples=1), model, kept)
         prompt = found.prompts[0]
+        entries = {} if pattern is None else PrefillPattern.load(pattern).entries
         with console.status("reading the prompt"):
-            masses = measure_model(
-                model,
-                prompt.ids,
-                policy_of,
-                entries=None if pattern is None else PrefillPattern.load(pattern).entries,
-            )
+            masses = measure_model(model, prompt.ids, policy_of, entries=entries)
         title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
         for phase in PHASES:
             console.print(mean_of(masses, phase))
@@ -216,15 +195,16 @@ def measure_mass(
 def take_prompts(
     given: Path | None,
     asked: PromptOptions,
-    tokenizer: Callable[[], Tokenizer],
     model: str,
     kept: Path,
+    server: Callable[[str], Tokenizer] | None = None,
 ) -> tuple[PromptSet, Path]:
     """The prompts of a given file, or new ones, which are kept in another; and that file."""
     if given is not None:
         return load_prompts(given), given
     with console.status("making the prompts") as status:
-        made = asked.make(tokenizer(), model, status.update)
+        tokenizer = server(model) if server else HubTokenizer(model, asked.chat)
+        made = asked.make(tokenizer, model, status.update)
     save_prompts(kept, made)
     return made, kept
 
@@ -237,12 +217,8 @@ def run_all(
     free: SimpleQueue[str | None] = SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
-    with (
-        Progress(
-            *columns, TimeElapsedColumn(), console=Console(stderr=True, markup=False)
-        ) as progress,
-        ThreadPoolExecutor(len(gpus)) as pool,
-    ):
+    shown = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True, markup=False))
+    with shown as progress, ThreadPoolExecutor(len(gpus)) as pool:
         bar = progress.add_task("", total=len(runs) * len(asked.prompts))
 
         def run(label: str, scoring: Scoring) -> str:

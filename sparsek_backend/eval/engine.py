@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import sparsek_backend
-import sparsek_kernels
+from sparsek_backend.eval.workers import python_path
 from sparsek_backend.extras import needing
 from sparsek_backend.plugin import register
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
@@ -61,8 +60,7 @@ def open_engine(
 
 def ensure_entry_point() -> None:
     """Let the processes that this one starts find the plugin, also if it is not installed."""
-    found = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if any(entry.name == "sparsek" for entry in found):
+    if importlib.metadata.entry_points(group="vllm.general_plugins", name="sparsek"):
         return
     folder = Path(tempfile.mkdtemp(prefix="sparsek-plugin-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -73,9 +71,7 @@ def ensure_entry_point() -> None:
         "[vllm.general_plugins]\nsparsek = sparsek_backend.plugin:register\n"
     )
     sys.path.insert(0, str(folder))
-    roots = [Path(package.__path__[0]).parent for package in (sparsek_backend, sparsek_kernels)]
-    paths = (folder, *roots, os.environ.get("PYTHONPATH", ""))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
+    os.environ["PYTHONPATH"] = python_path(folder)
 
 
 def read_report(_worker: Any) -> str:

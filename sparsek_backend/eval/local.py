@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -63,16 +64,12 @@ def open_scoring_engine(model: str, **arguments: Any) -> Any:
     return open_engine(model, **arguments)
 
 
+@dataclass(frozen=True)
 class LocalScorer:
-    """A scorer over an in-process engine.
+    """A scorer over an in-process engine."""
 
-    Args:
-        decode: token ids to text, or ``None`` where there is no tokenizer.
-    """
-
-    def __init__(self, engine: Any, decode: Callable[[Tokens], str] | None = None) -> None:
-        self._engine = engine
-        self._decode = decode
+    engine: Any
+    decode: Callable[[Tokens], str] | None  # where there is a tokenizer
 
     def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
         """Answer prompts greedily, and force their targets token by token; texts are read.
@@ -93,7 +90,7 @@ class LocalScorer:
                 params.append(greedy(max_tokens=prompt.max_tokens))
                 params.append(forced(max_tokens=len(target), extra_args={FORCED: target}))
         given = [{"prompt_token_ids": tokens} for tokens in requests]
-        outputs = iter(self._engine.generate(given, params, use_tqdm=False))
+        outputs = iter(self.engine.generate(given, params, use_tqdm=False))
         return [self._reply(prompt, outputs) for prompt in prompts]
 
     def _reply(self, prompt: Prompt, outputs: Iterator[Any]) -> Reply:
@@ -106,7 +103,7 @@ class LocalScorer:
         if tuple(led.token_ids) != prompt.target:
             raise RuntimeError(f"{prompt.name}: the engine generated other tokens than forced")
         tokens = tuple(free.outputs[0].token_ids)
-        text = None if self._decode is None else self._decode(tokens)
+        text = None if self.decode is None else self.decode(tokens)
         return Reply(tokens, text, _likely(led.logprobs))
 
 

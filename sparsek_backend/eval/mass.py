@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -106,7 +106,7 @@ def measure_model(
     ids: Sequence[int],
     policy_of: Callable[[int], StepPolicy],
     *,
-    entries: Mapping[int, torch.Tensor] | None = None,
+    entries: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Run a model over token ids and measure every layer.
 
@@ -129,7 +129,7 @@ def measure_model(
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         policy = policy_of(layer)
         lists = None
-        if entries is not None and layer in entries:
+        if layer in entries:
             lists = VerticalSlash(block_lists(entries[layer], policy.prefill).to(q.device))
         rules = (policy.prefill, policy.decode)
         for phase, rule, index in zip(PHASES, rules, (lists, None), strict=True):
@@ -187,9 +187,9 @@ def read_layers(model: str, ids: Sequence[int], record: Record) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
-    def show(layer: int, q: Any, k: Any, v: Any, softmax_scale: float | None = None) -> None:
+    def show(layer: int, q: Any, k: Any, v: Any, softmax_scale: float | None) -> None:
         record(layer, q, k, v, softmax_scale or q.shape[-1] ** -0.5)
 
     layers = range(loaded.config.get_text_config().num_hidden_layers)
-    learners: Any = {layer: SimpleNamespace(observe=partial(show, layer)) for layer in layers}
-    observe_model(loaded, learners, [torch.tensor([list(ids)])])
+    observers = {layer: partial(show, layer) for layer in layers}
+    observe_model(loaded, observers, [torch.tensor([list(ids)])])

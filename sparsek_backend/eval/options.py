@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparsek_backend.command_line import refuse_set, token_option
+from sparsek_backend.command_line import check_each, refuse_set, token_option
 from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.prompt import VARIANTS, Prompt, Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet
@@ -27,8 +27,6 @@ _HERE = _ON_GPU if torch.cuda.is_available() else _ON_CPU
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Which prompts are given."""
-
     suite: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +96,6 @@ class PromptOptions:
         model: str,
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> PromptSet:
-        """Make the prompts."""
         asked: dict[str, Any] = {"seed": self.seed, "count": self.samples or _HERE["samples"]}
         asked["lengths"] = self.length or [_HERE["length"]]
         if self.suite:
@@ -116,8 +113,6 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """Which budgets are compared with dense attention."""
-
     budget: Annotated[
         list[str] | None,
         typer.Option(
@@ -147,23 +142,17 @@ class BudgetOptions:
             ValueError: a budget that cannot be read, one that is given twice, or none but dense.
         """
         arms = self.arms or (None if self.budget else _HERE["arms"])
-        texts = [*(arms_of(arms) if arms else ()), *(self.budget or ())]
-        budgets = [parse_budget(text) for text in texts]
-        if self.mixed:
-            budgets = [one for budget in budgets for one in (budget, *halves(budget))]
-        sparse = [budget for budget in budgets if budget.settings is not None]
-        budgets = [parse_budget("dense"), *sparse]
+        budgets = [parse_budget("dense")]
+        for text in (*(arms_of(arms) if arms else ()), *(self.budget or ())):
+            budget = parse_budget(text)
+            budgets += [] if budget.settings is None else [budget]
+            whole = (budget.config.mode, budget.config.sparse_phase) == ("block_topk", "both")
+            for phase in ("prefill", "decode") if self.mixed and whole else ():
+                budgets.append(parse_budget(f"{budget.label},sparse_phase={phase}"))
         check_each("budget", [budget.label for budget in budgets])
         if len(budgets) == 1:
             raise ValueError("budget: expected at least one besides dense")
         return budgets
-
-
-def halves(budget: Budget) -> list[Budget]:
-    """A ``block_topk`` budget sparse in the prefill alone and in the decode alone."""
-    if budget.config.mode != "block_topk" or budget.config.sparse_phase != "both":
-        return []
-    return [parse_budget(f"{budget.label},sparse_phase={x}") for x in ("prefill", "decode")]
 
 
 def arms_of(text: str) -> list[str]:
@@ -180,10 +169,8 @@ def arms_of(text: str) -> list[str]:
         raise ValueError(f"arms: expected 2 blocks and 4 decode_tokens at least, got {text!r}")
     sized = ("top_k=", "decode_tokens=")
     rest = "".join(f",{x}" for x in text.split(",")[1:] if not x.startswith(sized))
-    half, twice = (
-        f"block_topk:{selected},decode_tokens={2 * decoded}{rest}"
-        for selected, decoded in ((blocks // 2, pairs // 2), (2 * blocks, 2 * pairs))
-    )
+    sizes = ((blocks // 2, pairs // 2), (2 * blocks, 2 * pairs))
+    half, twice = (f"block_topk:{x},decode_tokens={2 * y}{rest}" for x, y in sizes)
     policy = budget.policy().prefill
     window = (policy.budget_blocks - policy.sink_blocks) * policy.sel_block_size
     return [text, half, twice, f"sink_window:{window},num_sink={policy.num_sink}"]
@@ -191,8 +178,6 @@ def arms_of(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of the engines that are started here."""
-
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -243,19 +228,11 @@ class EngineOptions:
         return [",".join(found[end - size : end]) for end in ends] if every else [None]
 
 
-def server_of(text: str) -> tuple[str, str]:
-    """Label and URL of a server written as ``[LABEL=]URL``."""
-    label, separator, url = text.partition("=")
-    return (label, url) if separator and "/" not in label else (text, text)
-
-
-def check_each(
-    name: str, values: Sequence[object] | None, known: Collection[object] | None = None
-) -> None:
-    """Refuse a value that is given twice, or is none of those ``known``."""
-    given = values or ()
-    for value in given:
-        if known is not None and value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
-        if given.count(value) > 1:
-            raise ValueError(f"{name}: {value!r} is given twice")
+def servers_of(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Labels, which differ, and URLs of servers written as ``[LABEL=]URL``."""
+    servers = []
+    for text in texts:
+        label, separator, url = text.partition("=")
+        servers.append((label, url) if separator and "/" not in label else (text, text))
+    check_each("base-url", [label for label, _ in servers])
+    return servers

@@ -12,8 +12,6 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal
 
-from sparsek_backend.eval.filler import NOTES, NOTES_BEGIN, endless
-
 Tokens = tuple[int, ...]
 Variant = Literal["plain", "followed", "text"]
 
@@ -23,14 +21,29 @@ FOLLOWED_BY = 600
 SHORT_LEAD = "The answer is:"
 LEAST_FILLER = 64
 """Tokens of filler that a prompt must have room for."""
+_NOTES_BEGIN = "\n\nBefore you answer the question above, read these notes."
+_NOTES_TEXT = (
+    "Read the whole question once more before you begin.|A short reply is better than a long "
+    "one.|Do not explain how you found it.|Spell every name exactly as it stands in the "
+    "text.|Numbers are written without spaces or commas inside them.|If several things are asked "
+    "for, separate them with commas.|Do not add a greeting, and do not sign the reply.|Nothing "
+    "outside the text is needed, and general knowledge does not help.|Do not repeat the question "
+    "in the reply.|The text may contain many similar passages; only one set of them was asked "
+    "about.|A reply that is almost right counts as wrong.|If you are unsure, give the one reply "
+    "that seems most likely.|The length of the text says nothing about where the reply stands in "
+    "it.|Passages at the start, in the middle and at the end matter equally.|Do not mention these "
+    "notes in the reply.|Upper and lower case must be kept as they are."
+)
+_NOTES = [f" {note}" for note in _NOTES_TEXT.split("|")]
 
 
 class Tokenizer(ABC):
     """Text to token ids."""
 
-    def __init__(self) -> None:
-        self.encode: Callable[[str], Tokens] = lru_cache(1 << 16)(self.read)
+    @cached_property
+    def encode(self) -> Callable[[str], Tokens]:
         """What ``read`` returns, which is kept: for texts that come again."""
+        return lru_cache(1 << 16)(self.read)
 
     @abstractmethod
     def read(self, text: str, *, special: bool = False) -> Tokens:
@@ -56,8 +69,8 @@ class Draft:
     needles: Sequence[tuple[float, str]]
     filler: Iterator[str]  # text for the rest of the body, piece by piece, without end
     question: str  # what is asked, behind the body
-    lead: str  # first words of the answer, given to the model
     answers: tuple[str, ...]  # what a right answer contains, in its order
+    lead: str = SHORT_LEAD  # first words of the answer, given to the model
 
 
 @dataclass(frozen=True)
@@ -96,12 +109,10 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """Its name within one evaluation."""
         return f"{self.task}/{self.variant}/{self.length}/{self.index}"
 
     @property
     def ids(self) -> list[int]:
-        """The token ids."""
         return list(chain.from_iterable(self.pieces))
 
     @cached_property
@@ -112,6 +123,12 @@ class Prompt:
             content.update(array("q", (-1, *tokens)).tobytes())
         content.update(f"{self.max_tokens}{self.metric}".encode())
         return content.hexdigest()[:16]
+
+
+def endless(rng: random.Random, pool: Sequence[str]) -> Iterator[str]:
+    """The pool in random order, again and again."""
+    while True:
+        yield from rng.sample(pool, len(pool))
 
 
 def fit(
@@ -137,8 +154,12 @@ def fit(
     lead = tokenizer.encode(SHORT_LEAD if followed else draft.lead)
     notes: list[Tokens] = []
     if followed:
-        notes.append(tokenizer.encode(NOTES_BEGIN))
-        notes += _take(tokenizer, endless(rng, NOTES), FOLLOWED_BY - len(notes[0]))
+        notes.append(tokenizer.encode(_NOTES_BEGIN))
+        notes += _take(
+            tokenizer,
+            endless(rng, _NOTES),
+            FOLLOWED_BY - len(notes[0]),
+        )
     tail = (tokenizer.encode(draft.question), *notes, after, lead)
     needles = (tokenizer.encode(text) for _, text in draft.needles)
     room = length - sum(map(len, (*head, *needles, *tail)))

@@ -41,17 +41,14 @@ class PromptSet:
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request, its answer included; vLLM answers texts too."""
-        return max(
-            (
-                len(p.ids) + max(p.max_tokens, len(p.target)) + (p.variant == "text")
-                for p in self.prompts
-            ),
-            default=0,
-        )
+        sizes = [0]
+        for prompt in self.prompts:
+            answer = max(prompt.max_tokens, len(prompt.target)) + (prompt.variant == "text")
+            sizes.append(len(prompt.ids) + answer)
+        return max(sizes)
 
 
 def save_prompts(path: Path, prompts: PromptSet) -> None:
-    """Write a prompt file."""
     known: dict[Tokens, int] = {}
     rows = []
     for prompt in prompts.prompts:

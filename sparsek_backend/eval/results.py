@@ -28,12 +28,17 @@ class Run:
     rows: Sequence[Row]  # its scores
 
 
-def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:
+def collect_runs(
+    rows: Sequence[Row],
+    keys: Sequence[str] | None = None,
+    prompts: Sequence[Prompt] | None = None,
+) -> list[Run]:
     """The runs of a record, in order.
 
     Args:
         keys: the runs wanted; ``None`` takes the latest of every label, dense attention first:
             of engines side by side, any may begin the record.
+        prompts: those whose scores count; ``None`` takes all of the record.
 
     Raises:
         ValueError: no run, or one that is not in the record.
@@ -50,8 +55,10 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
     if not keys or not about.keys() >= set(keys):
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
     scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}
+    asked = {identity(prompt_row(prompt)) for prompt in prompts or ()}
     for row in rows:
-        if row["kind"] == "prompt" and row["run"] in scores:
+        counts = row["kind"] == "prompt" and (prompts is None or identity(row) in asked)
+        if counts and row["run"] in scores:
             scores[row["run"]][identity(row)] = row
     return [Run(about[key]["label"], about[key], list(scores[key].values())) for key in keys]
 
@@ -118,18 +125,9 @@ def _compare(groups: Sequence[Sequence[Row]], *, is_reference: bool) -> Row:
     return cell | dict(zip(("lost", "gained", "mcnemar_p"), tested, strict=True))
 
 
-def rows_of(record: Path, prompts: Sequence[Prompt]) -> list[Row]:
-    """The rows of a record, which may hold other prompts too, without the scores of these."""
-    asked = {identity(prompt_row(prompt)) for prompt in prompts}
-    return [x for x in read_scores(record) if x["kind"] != "prompt" or identity(x) in asked]
-
-
 def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str) -> Row:
-    """The length and variant at which a run adds most NLL to the reference's: its row.
-
-    The highest end of the interval counts.
-    """
-    runs = collect_runs(rows_of(record, prompts), [reference, run])
+    """The row in which the interval of the NLL that a run adds to the reference's ends highest."""
+    runs = collect_runs(read_scores(record), [reference, run], prompts)
     rows = [x for x in compare_runs(runs) if "delta_nll" in x]
     cells = [row for row in rows if row["task"] in (MEAN, "text")] or rows
     return max(cells, key=lambda row: float(row["delta_nll_high"]))

@@ -26,8 +26,6 @@ from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.eval.workers import report_progress, run_worker, serve_job
 from sparsek_backend.extras import needing
 
-_MODULE = "sparsek_backend.eval.ruler"
-_GENERATORS = "long_context_eval.data.synthetic"
 _SEED = 42
 """RULER's own, which seed 0 stands for."""
 _TURN = " \u2063"
@@ -87,7 +85,7 @@ def make_ruler_prompts(
         file = Path(folder, f"{task}-{length}.json")
         job = {"task": task, "length": length, "count": count, "seed": _SEED + seed}
         result = run_worker(
-            _MODULE,
+            "sparsek_backend.eval.ruler",
             {**job, "served": served, "tokenizer": opened, "file": str(file)},
             label=f"length {length}: RULER's {task}",
             on_progress=lambda message: None,
@@ -191,7 +189,8 @@ def _generate(task: Mapping[str, Any], **options: Any) -> list[dict[str, Any]]:
         sys.argv = [task["task"], *(f"--{name}={value}" for name, value in options.items())]
         # what it prints would pass for progress, where nothing fits
         quiet = {"print": lambda *_: None}
-        runpy.run_module(f"{_GENERATORS}.{task['task']}", quiet, "__main__")
+        generator = f"long_context_eval.data.synthetic.{task['task']}"
+        runpy.run_module(generator, quiet, "__main__")
         lines = Path(folder, "made", "validation.jsonl").read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines if line]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -14,8 +15,7 @@ import torch
 from sparsek_backend import __version__
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.engine import backend_report, close_engine
-from sparsek_backend.eval.options import server_of
-from sparsek_backend.eval.prompt import Prompt
+from sparsek_backend.eval.prompt import Prompt, Tokens
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts
 from sparsek_backend.eval.record import append_rows, pending, prompt_row, run_key
 from sparsek_backend.eval.scoring import Reply, score_reply
@@ -53,14 +53,12 @@ class Workplace:
         """Score what the record lacks of a run, a call of the model at a time.
 
         Args:
-            reply: the model.
             batch: prompts in one call, which are of one length; texts, of which every token has its
                 likeliest ones, come one by one.
         """
         missing = pending(self.prompts.prompts, self.record, run)
-        for (length, text), group in groupby(
-            missing, key=lambda p: (p.length, p.variant == "text")
-        ):
+        kinds = groupby(missing, key=lambda p: (p.length, p.variant == "text"))
+        for (length, text), group in kinds:
             alike, size = list(group), 1 if text else batch
             for asked in (alike[i : i + size] for i in range(0, len(alike), size)):
                 rows = []
@@ -97,9 +95,10 @@ class LocalModel:
         return {**(_ENGINE_ON_GPU if torch.cuda.is_available() else on_cpu), **self.engine}
 
     def key(self, budget: Budget, commit: str) -> str:
-        """The run's key."""
         parts = asdict(describe_machine(choose_device(), commit))
-        parts |= {"model": self.name, "files": _fingerprint(Path(self.model))}
+        files = sorted(Path(self.model).glob("*.*"))
+        said = {x: x.read_text() if x.name == "config.json" else x.stat().st_size for x in files}
+        parts |= {"model": self.name, "files": [(x.name, what) for x, what in said.items()]}
         parts |= {"settings": budget.settings, "engine": self.arguments(), "sparsek": __version__}
         return run_key(parts)
 
@@ -142,7 +141,7 @@ class LocalModel:
         return key
 
 
-def work(data: Mapping[str, Any]) -> dict[str, Any]:
+def work(data: Mapping[str, Any]) -> None:
     """In the worker: open the engine of one budget and score what its record lacks."""
     from sparsek_backend.eval.local import LocalScorer, open_scoring_engine
 
@@ -152,12 +151,15 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
     engine = open_scoring_engine(
         data["model"], settings=row["settings"], max_model_len=longest, **data["engine"]
     )
+    decode: Callable[[Tokens], str] | None = None
+    with suppress(ValueError):  # the model may come without a tokenizer
+        decode = HubTokenizer(data["model"]).decode
     report_progress("0 the engine is ready")
     append_rows(record, [row])
     begin = time.perf_counter()
     try:
         place.score(
-            LocalScorer(engine, _decoder(data["model"])).reply,
+            LocalScorer(engine, decode).reply,
             row["run"],
             _BATCH_ON_GPU if torch.cuda.is_available() else _BATCH_ON_CPU,
             lambda count, what: report_progress(f"{count} {what}"),
@@ -165,16 +167,14 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
         row["backend"] = backend_report(engine, row["settings"])
         row["seconds"] = time.perf_counter() - begin
         append_rows(record, [row])
-        return {}
     finally:
         close_engine(engine)
 
 
 def run_server(
-    text: str, served_model: str | None, place: Workplace, on_progress: OnProgress
+    label: str, url: str, served_model: str | None, place: Workplace, on_progress: OnProgress
 ) -> str:
-    """Score what the record lacks of a server, written ``[LABEL=]URL``; returns the run's key."""
-    label, url = server_of(text)
+    """Score what the record lacks of a server; returns the run's key."""
     scorer = ServedScorer(url, served_model)
     about = _run_row("", place, label, scorer.model)
     key = run_key({"url": url, "sparsek": __version__, **about})
@@ -191,20 +191,6 @@ def _run_row(
     about = {"label": label, "settings": settings, "known": known, "model": model}
     machine = asdict(describe_machine(choose_device(), place.commit))
     return {"kind": "run", "run": key, **about, "machine": machine}
-
-
-def _decoder(model: str) -> Any:
-    """Token ids to text, ``None`` where the model comes without a tokenizer."""
-    try:
-        return HubTokenizer(model).decode
-    except ValueError:
-        return None
-
-
-def _fingerprint(folder: Path) -> Sequence[object]:
-    """The files of a model's folder: what its configuration says, and sizes of all others."""
-    files = sorted(folder.glob("*.*"))
-    return [(x.name, x.read_text() if x.name == "config.json" else x.stat().st_size) for x in files]
 
 
 if __name__ == "__main__":

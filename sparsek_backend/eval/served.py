@@ -30,7 +30,6 @@ class ServedScorer(Tokenizer):
     """Scores through `/v1/completions` with `prompt_logprobs` and through `/tokenize`.
 
     Args:
-        base_url: e.g. `http://127.0.0.1:8000/v1`.
         model: served model name; None takes the first that the server lists.
 
     Raises:
@@ -38,7 +37,6 @@ class ServedScorer(Tokenizer):
     """
 
     def __init__(self, base_url: str, model: str | None = None, timeout: float = 600.0) -> None:
-        super().__init__()
         if not base_url.startswith(("http://", "https://")):
             raise ServerError(
                 f"base-url: expected a URL such as http://127.0.0.1:8000/v1, got {base_url!r}"
@@ -56,7 +54,6 @@ class ServedScorer(Tokenizer):
         self.model: str = model or listed[0]
 
     def read(self, text: str, *, special: bool = False) -> Tokens:
-        """Token ids as the server finds them."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": special}
         with self._reading("/tokenize"):
             found = tuple(int(token) for token in self._call("/tokenize", body)["tokens"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from sparsek_backend.command_line import whole_table
+from sparsek_backend.command_line import number, whole_table
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
@@ -28,16 +28,16 @@ def _against_reference(rows: Sequence[Row], title: str) -> Table:
     names = ("attended", "accuracy", "of dense", "-/+", "p", "added NLL", "KL")
     table = _table(title, "budget", *names)
     for row in rows:
-        shares = (_show(row[f"{phase}_share"], ".0%") for phase in ("prefill", "decode"))
+        shares = (number(row[f"{phase}_share"], ".0%") for phase in ("prefill", "decode"))
         table.add_row(
             row["label"],
             "/".join(shares),
             f"{row['accuracy']:.3f}",
-            _show(row.get("of_reference"), ".1%"),
+            number(row.get("of_reference"), ".1%"),
             f"{row['lost']}/{row['gained']}" if "lost" in row else "-",
-            _show(row.get("mcnemar_p"), ".2g"),
-            _show(row.get("delta_nll"), "+.3f"),
-            _show(row.get("kl"), ".4f"),
+            number(row.get("mcnemar_p"), ".2g"),
+            number(row.get("delta_nll"), "+.3f"),
+            number(row.get("kl"), ".4f"),
         )
     return table
 
@@ -47,7 +47,7 @@ def _by_task(rows: Sequence[Row], title: str) -> Table:
     table = _table(title, "task", *labels)
     for task in dict.fromkeys(row["task"] for row in rows if row["task"] != MEAN):
         cells = {row["label"]: row for row in rows if row["task"] == task}
-        shown = (_show(cells.get(label, {}).get("accuracy"), ".3f") for label in labels)
+        shown = (number(cells.get(label, {}).get("accuracy"), ".3f") for label in labels)
         table.add_row(task, *shown)
     return table
 
@@ -75,7 +75,3 @@ def _table(title: str, first: str, *others: str) -> Table:
     for column in table.columns[1:]:
         column.justify, column.max_width = "right", 13
     return table
-
-
-def _show(value: float | None, digits: str) -> str:
-    return "-" if value is None else format(value, digits)

@@ -10,22 +10,43 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from sparsek_backend.eval.filler import draw_names, draw_numbers, endless, make_pool
-from sparsek_backend.eval.prompt import (
-    SHORT_LEAD,
-    Draft,
-    Prompt,
-    Tokenizer,
-    Tokens,
-    Variant,
-    fit,
-    make_text,
-)
+from sparsek_backend.eval.prompt import Draft, Prompt, Tokenizer, Variant, endless, fit, make_text
+from sparsek_backend.extras import needing
 
 _KEYS = 8
 _RECORDS = 8192
 _SENTENCES = 3
 _GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@lru_cache(maxsize=3)
+def words(kind: str) -> list[str]:
+    """Short English words of a kind: noun, verb or adjective."""
+    with needing("prompts of random words need wonderwords", extra="eval"):
+        from wonderwords import RandomWord
+    return sorted(RandomWord().filter(include_categories=[kind], word_max_length=5, regex="[a-z]+"))
+
+
+@lru_cache(maxsize=4)
+def make_pool(seed: int) -> tuple[str, ...]:
+    """The distinct sentences that all prompts of a seed draw from, each behind a space."""
+    rng = random.Random(f"filler {seed}")
+    sentences: dict[str, None] = {}
+    while len(sentences) < 4096:
+        chosen = map(rng.choice, map(words, ("noun", "noun", "verb", "adjective", "noun")))
+        sentences[" The {} by the {} will {} the {} {}.".format(*chosen)] = None
+    return tuple(sentences)
+
+
+def draw_names(rng: random.Random, count: int) -> list[str]:
+    """Distinct names of an adjective and a noun, such as ``amber-basket``."""
+    nouns = rng.sample(words("noun"), count)
+    return [f"{rng.choice(words('adjective'))}-{noun}" for noun in nouns]
+
+
+def draw_numbers(rng: random.Random, count: int) -> list[str]:
+    """Distinct numbers of seven digits."""
+    return [str(number) for number in rng.sample(range(1_000_000, 10_000_000), count)]
 
 
 def question_first(rng: random.Random, depth: float, seed: int) -> Draft:
@@ -40,7 +61,6 @@ def question_first(rng: random.Random, depth: float, seed: int) -> Draft:
         ],
         filler=endless(rng, make_pool(seed)),
         question="\n\nNow answer the question that stands before the text.",
-        lead=SHORT_LEAD,
         answers=(numbers[0],),
     )
 
@@ -122,11 +142,11 @@ def make_prompts(
         depth = (0.5 + index * _GOLDEN) % 1.0  # even over the prompts of a task
         if name == "text":
             first = int(depth * len(texts))
-            tokens: Tokens = ()
+            tokens: list[int] = []
             while len(tokens) < length:
                 tokens += tokenizer.read(texts[first % len(texts)][: 12 * length])
                 first += 1
-            yield make_text(index, tokens[:length])
+            yield make_text(index, tuple(tokens[:length]))
             continue
         own = f"{seed} {name} {length} {index}"
         for variant in variants:

@@ -15,7 +15,6 @@ class HubTokenizer(Tokenizer):
     """Text to token ids, as the model's own tokenizer does it.
 
     Args:
-        model: a Hugging Face folder or name.
         chat: whether prompts are a user's turn of the chat template; ``None`` where there is one.
 
     Raises:
@@ -24,7 +23,6 @@ class HubTokenizer(Tokenizer):
     """
 
     def __init__(self, model: str, chat: bool | None = None) -> None:
-        super().__init__()
         check_model(model)
         with needing("prompts need Transformers", extra="eval"):
             from transformers import AutoTokenizer
@@ -46,7 +44,6 @@ class HubTokenizer(Tokenizer):
         self.chat = bool(template) if chat is None else chat
 
     def read(self, text: str, *, special: bool = False) -> Tokens:
-        """Token ids as the tokenizer finds them."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 
     def frame(self) -> tuple[Tokens, Tokens]:
@@ -69,5 +66,4 @@ class HubTokenizer(Tokenizer):
         return self.encode(before), self.encode(after)
 
     def decode(self, tokens: Tokens) -> str:
-        """The text of token ids."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

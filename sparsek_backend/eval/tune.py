@@ -21,7 +21,6 @@ from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import worst_row
 from sparsek_backend.eval.runs import LocalModel, Workplace
 from sparsek_backend.eval.tables import tuning_table
-from sparsek_backend.eval.tokenizer import HubTokenizer
 
 SIZES = (4, 8, 16, 32, 64, 128)
 app = commands()
@@ -80,8 +79,7 @@ def tune(
     tried: list[tuple[Budget, Row]] = []
     with failing_on(ValueError, ImportError, RuntimeError, OSError):
         asked.check(prompts)
-        tokenizer = partial(HubTokenizer, model, asked.chat)
-        asks, file = take_prompts(prompts, asked, tokenizer, model, out / "prompts.json.gz")
+        asks, file = take_prompts(prompts, asked, model, out / "prompts.json.gz")
         kinds = Counter((one.task, one.variant, one.length) for one in asks.prompts)
         if (fewest := min(kinds.values(), default=0)) < 2:  # an interval of one has no width
             raise ValueError(f"samples: expected at least 2 prompts each, got {fewest}")

@@ -53,14 +53,7 @@ def run_worker(
     Raises:
         WorkerError: the worker failed, or stayed silent for too long.
     """
-    package_root = Path(__file__).resolve().parents[2]
-    paths = [str(package_root), str(package_root / "kernels"), os.environ.get("PYTHONPATH", "")]
-    variables = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "PYTHONUNBUFFERED": "1",
-        **(environment or {}),
-    }
+    own = {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     cause: list[str] = []
     with tempfile.TemporaryDirectory(prefix="sparsek-worker-") as folder:
@@ -73,7 +66,7 @@ def run_worker(
                 stdin=subprocess.PIPE,  # which closes with this process: see `serve_job`
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=variables,
+                env={**os.environ, **own, **(environment or {})},
             )
             heard, part, ended = time.monotonic(), "", False
             try:
@@ -90,28 +83,31 @@ def run_worker(
                             if not cause and ENGINE_ERROR.search(line):
                                 cause = [line.rstrip()]
             finally:
-                if process.stdin is not None:
-                    process.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_SECONDS)
+                    process.communicate(timeout=_END_SECONDS)  # closes its input
                 process.kill()
                 process.wait()
         if not ended:
             reason = f"the worker said nothing for {timeout:g} s and was ended"
         elif process.returncode == 0 and result_path.is_file():
-            result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
-            return result
+            return dict(json.loads(result_path.read_text(encoding="utf-8")))
         else:
             reason = f"the worker ended with status {process.returncode}"
     raise WorkerError(f"{label}: {reason}\n  " + "\n  ".join([*cause, *tail]))
 
 
+def python_path(*folders: Path) -> str:
+    """A ``PYTHONPATH`` of some folders, of those of our packages, and of what it was."""
+    root = Path(__file__).resolve().parents[2]
+    paths = (*folders, root, root / "kernels", os.environ.get("PYTHONPATH", ""))
+    return os.pathsep.join(filter(None, map(str, paths)))
+
+
 def report_progress(message: str) -> None:
-    """Called by workers."""
     print(PROGRESS + message, flush=True)
 
 
-def serve_job(work: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+def serve_job(work: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> None:
     """The main function of a worker module: read the job, work, write the result.
 
     A worker ends with its parent, and so do the engine's processes: a parent that is killed could
@@ -120,7 +116,7 @@ def serve_job(work: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job_path, result_path = (Path(argument) for argument in sys.argv[1:3])
     result = work(json.loads(job_path.read_text(encoding="utf-8")))
-    result_path.write_text(json.dumps(result), encoding="utf-8")
+    result_path.write_text(json.dumps(result or {}), encoding="utf-8")
 
 
 def _end_with_parent() -> None:

@@ -74,7 +74,10 @@ def sampled_block_masses(
     # Products of half precision may pass its largest number before they are scaled.
     product = torch.float32 if q.dtype == torch.float16 else q.dtype
     keys = k.permute(0, 2, 3, 1).to(product)  # [B, Hkv, D, M]
-    sizes = _sizes(v, measure)
+    sizes = None  # of the values, [B, Hkv, 1, 1, M], where they count
+    if measure != "mass":
+        norms = v.float().norm(p=1 if measure == "l1" else 2, dim=3)  # [B, M, Hkv]
+        sizes = norms.transpose(1, 2)[:, :, None, None]
     key = torch.arange(num_k, device=q.device)
     step = max(_MOST_SCORES // max(batch * num_heads * taken * num_k, 1), 1)
     found = []
@@ -99,14 +102,6 @@ def sampled_block_masses(
         found.append(parts.sum(4).mean(0) / counts)  # [Hkv, G, rows, C]
     mass = torch.cat(found, 2).flatten(0, 1)
     return mass.sqrt_() if measure == "l2" else mass
-
-
-def _sizes(v: torch.Tensor, measure: Measure) -> torch.Tensor | None:
-    """Norms of the values ``[B, Hkv, 1, 1, M]``, or ``None`` where they do not count."""
-    if measure == "mass":
-        return None
-    norms: torch.Tensor = v.float().norm(p=1 if measure == "l1" else 2, dim=3)  # [B, M, Hkv]
-    return norms.transpose(1, 2)[:, :, None, None]
 
 
 def sampled_tokens(

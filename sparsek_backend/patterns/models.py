@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,23 +35,14 @@ _SERVED = {"cu_seq_lens_k", "dropout", "is_causal", "sliding_window", *_UNSERVED
 """Arguments that are read here."""
 
 
-class Learner(Protocol):
-    """An observer of a layer, such as :class:`LearnedPattern` and ``WindowErrors``."""
-
-    def observe(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float | None = None,
-    ) -> None:
-        """Count ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]``."""
+Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], None]
+"""Gets ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of a layer, and the softmax scale."""
 
 
 class _Observed(NamedTuple):
     """Who sees every layer's batches; each layer attends everything."""
 
-    learners: Mapping[int, Learner]
+    observers: Mapping[int, Observe]
 
 
 Patterns = Mapping[int, BlockSparsePattern | LearnedPattern]
@@ -114,7 +105,7 @@ def watch_model(
     options = importance or ImportanceOptions(reduction="mean", window=max(len(batches), 1))
     tokens = length_of(batches)
     watched = learned_patterns(model, tokens, block_size, heads=heads, importance=options)
-    observe_model(model, watched, batches)
+    observe_model(model, {layer: x.observe for layer, x in watched.items()}, batches)
     return watched
 
 
@@ -160,15 +151,15 @@ def learned_patterns(
 
 
 def observe_model(
-    model: Any, learners: Mapping[int, Learner], batches: Iterable[torch.Tensor]
+    model: Any, observers: Mapping[int, Observe], batches: Iterable[torch.Tensor]
 ) -> None:
-    """Run a model, attending everything, and show each layer's batches to its learner.
+    """Run a model, attending everything, and show each layer's batches to its observer.
 
     Args:
-        learners: by layer index, for every layer.
-        batches: token ids ``[B, N]`` without padding, N the tokens that the learners are for.
+        observers: by layer index, for every layer.
+        batches: token ids ``[B, N]`` without padding, N the tokens that the observers are for.
     """
-    with _attending(model, _Observed(learners)), torch.no_grad():
+    with _attending(model, _Observed(observers)), torch.no_grad():
         for ids in batches:
             model.base_model(ids.to(model.device), use_cache=False)  # without its head's logits
 
@@ -255,7 +246,7 @@ def _attention(
     q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     chosen = None
     if isinstance(active, _Observed):
-        active.learners[layer].observe(q, k, v, scaling)
+        active.observers[layer](q, k, v, scaling)
     else:
         chosen = active.get(layer)
     if isinstance(chosen, LearnedPattern):

@@ -239,7 +239,7 @@ class BlockSparsePattern(BlockStructure):
                 names the file and the field.
         """
         header, tensors = storage.load(Path(path), storage.FORMAT)
-        storage.check_header(header, ("sha256", *storage.SIZES), Path(path))
+        storage.check_names(header, ("sha256", *storage.SIZES), Path(path))
         return cls.of_file(Path(path), header, tensors, header.get("sha256")).to(device)
 
     @classmethod
@@ -355,10 +355,8 @@ class BlockSparsePattern(BlockStructure):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 raise ValueError(f"other: expected {name} {ours}, got {theirs}")
-        if self.num_patterns != other.num_patterns and 1 not in (
-            self.num_patterns,
-            other.num_patterns,
-        ):
+        counts = {self.num_patterns, other.num_patterns}
+        if len(counts) > 1 and 1 not in counts:
             raise ValueError(
                 f"other: expected 1 or {self.num_patterns} patterns, got {other.num_patterns}"
             )

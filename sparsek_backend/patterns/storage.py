@@ -76,18 +76,13 @@ def load(path: Path, *kinds: str) -> tuple[dict[str, str], dict[str, torch.Tenso
     return header, tensors
 
 
-def check_header(header: Mapping[str, str], known: Iterable[str], path: Path) -> None:
-    """Raise a ValueError for a header field of an unknown name."""
-    _check_names(header, {"format", "version", *known}, path)
-
-
-def _check_names(found: Iterable[str], known: Iterable[str], path: Path) -> None:
-    for name in set(found) - set(known):
+def check_names(found: Iterable[str], known: Iterable[str], path: Path) -> None:
+    """Raise a ValueError for a field that no file has and that is none of those known."""
+    for name in set(found) - {"format", "version", *known}:
         raise ValueError(f"{name}: expected no field of this name in {path}")
 
 
 def number(name: str, text: str, path: Path) -> int:
-    """A number of a header."""
     if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
         raise ValueError(f"{name}: expected a number, got {text[:40]!r} in {path}")
     return int(text)
@@ -99,7 +94,7 @@ def pattern_fields(header: Mapping[str, str], tensors: Tensors, path: Path) -> d
     Raises:
         ValueError: a field that is missing, unknown, of a wrong type or out of range.
     """
-    _check_names(tensors, _DTYPES, path)
+    check_names(tensors, _DTYPES, path)
     for name, dtype in _DTYPES.items():
         found = tensors[name].dtype if name in tensors else None
         if found != dtype and (name != "weights" or found is not None):

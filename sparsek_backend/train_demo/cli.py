@@ -104,7 +104,6 @@ def _join(device: torch.device) -> DeviceMesh | None:
 
 
 def _train(trainer: Trainer, console: Console) -> None:
-    """Run to the last step behind a progress bar."""
     with Progress(console=console) as progress:
         bar = progress.add_task(trainer.kind, total=trainer.config.steps)
         while len(trainer.losses) < trainer.config.steps:

@@ -42,7 +42,6 @@ class DemoConfig:
         return [*(SHORTEST << stage for stage in range(doublings)), self.max_length]
 
     def length_at(self, step: int) -> int:
-        """Tokens of a sequence at a step."""
         return self.lengths[step * len(self.lengths) // self.steps]
 
     def rate_at(self, step: int) -> float:

@@ -339,7 +339,7 @@ def test_the_same_workload_twice_is_refused() -> None:
 def test_committed_workloads_parse(path: Path) -> None:
     workloads = load_workloads(path)
     assert workloads
-    assert {workload.op.name for workload in workloads} <= OPS.keys()
+    assert {op.name for op, _ in workloads} <= OPS.keys()
 
 
 def test_unknown_device_and_filter_exit_2(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from sparsek_backend.eval.filler import draw_names, draw_numbers, endless, make_pool
-from sparsek_backend.eval.prompt import Prompt, Tokenizer, Tokens, make_answer
+from sparsek_backend.eval.prompt import Prompt, Tokenizer, Tokens, endless, make_answer
+from sparsek_backend.eval.tasks import draw_names, draw_numbers, make_pool
 
 HEAD = "Some access numbers are hidden in the text below. Remember them; you will be asked.\n"
 

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_backend.eval.filler import make_pool
 from sparsek_backend.eval.prompt import FOLLOWED_BY, VARIANTS, Prompt, Variant, make_text
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
-from sparsek_backend.eval.tasks import TASKS, make_prompts, read_texts
+from sparsek_backend.eval.tasks import TASKS, make_pool, make_prompts, read_texts
 from tests.eval.readers import WordTokenizer
 
 ASKING = [task for task in TASKS if task != "text"]

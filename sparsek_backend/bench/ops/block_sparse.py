@@ -13,14 +13,10 @@ from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.ops.sink_window import Entry, providers
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs, draw_inputs
 from sparsek_backend.bench.oracle import MaskRule
-from sparsek_backend.bench.registry import OURS, BenchOp, Case, Param, Provider
+from sparsek_backend.bench.registry import HEADS, OURS, BenchOp, Case, Provider
 from sparsek_backend.patterns import BlockSparsePattern
 
-DEFAULTS: dict[str, Param] = {
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "dtype": "bfloat16",
+DEFAULTS = HEADS | {
     "block_size": 128,
     "density": 0.1,
     "patterns": 8,
@@ -41,17 +37,14 @@ class BlockRule:
     causal: bool
 
     def of_head(self, kv_head: int) -> BlockRule:
-        """The mask of one KV head."""
         return BlockRule(self.blocks[kv_head : kv_head + 1], self.block_size, self.causal)
 
     def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-        """[len(rows), len(cols)] bool, of the only head."""
         size = self.block_size
         seen = self.blocks[0, rows[:, None] // size, cols[None, :] // size]
         return seen & (cols[None, :] <= rows[:, None]) if self.causal else seen
 
     def count_pairs(self, num_queries: int, num_keys: int) -> float:
-        """Visible (query, key) pairs of a head, on average."""
         size, rows = self.block_size, self.blocks.shape[1]
         sides = torch.full((rows,), size, device=self.blocks.device)
         sides[-1] = num_queries - (rows - 1) * size
@@ -92,12 +85,8 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def _ours(pattern: BlockSparsePattern, inputs: Inputs) -> Call:
-    call = partial(
-        sparsek_kernels.block_sparse_attention,
-        *(inputs.q, inputs.k, inputs.v, pattern),
-        causal=inputs.rule.causal,
-    )
-    return Call(call)
+    tensors, causal = (inputs.q, inputs.k, inputs.v), inputs.rule.causal
+    return Call(partial(sparsek_kernels.block_sparse_attention, *tensors, pattern, causal=causal))
 
 
 def _flex(blocks: torch.Tensor, block_size: int, inputs: Inputs) -> Call:
@@ -132,17 +121,10 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     return providers(inputs, entries, backward=backward)
 
 
-OPS = (
-    BenchOp(
-        "block_sparse_fwd",
-        "attention over random blocks, forward",
-        DEFAULTS,
-        partial(_build, backward=False),
-    ),
-    BenchOp(
-        "block_sparse_bwd",
-        "the same, backward alone (dq, dk and dv)",
-        DEFAULTS,
-        partial(_build, backward=True),
-    ),
+OPS = tuple(
+    BenchOp(name, summary, DEFAULTS, partial(_build, backward=backward))
+    for name, summary, backward in (
+        ("block_sparse_fwd", "attention over random blocks, forward", False),
+        ("block_sparse_bwd", "the same, backward alone (dq, dk and dv)", True),
+    )
 )

@@ -11,12 +11,12 @@ from sparsek_backend.bench.ops.paged_inputs import shuffled_pages
 from sparsek_backend.bench.ops.peers import fa3_paged
 from sparsek_backend.bench.oracle import compare
 from sparsek_backend.bench.registry import (
+    HEADS,
     OURS,
     BenchOp,
     Case,
     GateResult,
     Outputs,
-    Param,
     Provider,
 )
 from sparsek_kernels.nsa.api import nsa_compress, nsa_select
@@ -30,11 +30,9 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
-DEFAULTS: dict[str, Param] = {
+DEFAULTS = HEADS | {
     "num_heads": 64,
     "num_kv_heads": 4,
-    "head_dim": 128,
-    "dtype": "bfloat16",
     "page_size": 64,
     "window_size": 512,
     "seed": 0,
@@ -54,7 +52,6 @@ class Inputs:
 
     @property
     def scale(self) -> float:
-        """1 / sqrt(D)."""
         return float(self.q.shape[2] ** -0.5)
 
     def heads(self, x: torch.Tensor, head: int) -> torch.Tensor:
@@ -176,10 +173,8 @@ def _gate(inputs: Inputs, out: torch.Tensor) -> GateResult:
         plain = _last_compressed(inputs, request, head, dtype)
         if exact is not None and plain is not None:
             cells = int(inputs.batch.seq_lens[request]) // SPEC.cmp_stride
-            got = [
-                inputs.rows(cache, request, head, cells)[-1]
-                for cache in (inputs.pages.k_cmp, inputs.pages.v_cmp)
-            ]
+            caches = (inputs.pages.k_cmp, inputs.pages.v_cmp)
+            got = [inputs.rows(cache, request, head, cells)[-1] for cache in caches]
             verdict = compare(["k_cmp", "v_cmp"], got, list(exact), list(plain))
             if not verdict.passed:
                 return verdict

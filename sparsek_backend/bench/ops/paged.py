@@ -80,18 +80,12 @@ def prefill_tiles(inputs: PagedInputs) -> list[Tile]:
 def gate_tiles(
     inputs: PagedInputs,
     tiles: Sequence[Tile],
-    policy: SelectionPolicy,
+    entry: Entry,
     out: torch.Tensor,
     steps: Sequence[Step],
-    lists: Lists | None = None,
 ) -> GateResult:
-    """Check a few tiles: the selection by exact scores, then the output over that selection.
-
-    Args:
-        policy: what the provider attends; dense for dense peers.
-        steps: the calls of the op that made ``out``.
-        lists: what prefills follow in place of scores.
-    """
+    """Check a few tiles: the selection by exact scores or lists, then the output over it."""
+    policy, lists = entry.policy, entry.lists
     verdict = GateResult(False, "no tile was checked")
     for tile in tiles:
         chosen = torch.empty(0, dtype=torch.int64)
@@ -106,10 +100,8 @@ def gate_tiles(
                 wrong = wrong_selection(chosen, inputs, tile, rule)
             if wrong:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
-        exact, plain = (
-            attend_tile(inputs, tile, chosen, rule, dtype)
-            for dtype in (torch.float64, inputs.q.dtype)
-        )
+        dtypes = (torch.float64, inputs.q.dtype)
+        exact, plain = (attend_tile(inputs, tile, chosen, rule, dtype) for dtype in dtypes)
         verdict = compare(["out"], [inputs.tile_rows(out, tile)], [exact], [plain])
         if not verdict.passed:
             return verdict
@@ -200,10 +192,8 @@ def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     table = inputs.block_table[:, : ceil_div(length, inputs.page_size)].long()
 
     def call() -> Outputs:
-        k, v = (
-            cache[table].transpose(1, 2).flatten(2, 3)[:, :, :length]
-            for cache in (inputs.k_cache, inputs.v_cache)
-        )
+        caches = (inputs.k_cache, inputs.v_cache)
+        k, v = (x[table].transpose(1, 2).flatten(2, 3)[:, :, :length] for x in caches)
         out = F.scaled_dot_product_attention(inputs.q[:, :, None], k, v, enable_gqa=True)
         return (out[:, :, 0],)
 
@@ -241,7 +231,7 @@ def _providers(
     def gate(outputs: Outputs, entry: Entry) -> GateResult:
         if entry.policy.alignment:
             return gate_records(inputs, tiles, entry.policy, outputs[0], steps[0][0])
-        return gate_tiles(inputs, tiles, entry.policy, outputs[0], steps, entry.lists)
+        return gate_tiles(inputs, tiles, entry, outputs[0], steps)
 
     def provider(entry: Entry) -> Provider:
         policy = entry.policy
@@ -337,37 +327,27 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         entries.insert(1, by_list)
 
     def cost(entry: Entry) -> tuple[float, float]:
-        return prefill_cost(inputs, entry.policy, bounds=bounds, by_score=entry.lists is None)
+        """FLOPs and least bytes of the prompt, prefilled from bound to bound."""
+        heads, kv_heads, dim = inputs.q.shape[1], inputs.k_cache.shape[1], inputs.q.shape[2]
+        kv_bytes = 2.0 * kv_heads * length * dim
+        pairs = attended_pairs(entry.policy, range(length), prompt=length)
+        flops = 4.0 * dim * heads * pairs
+        if entry.policy.selects_blocks and entry.lists is None:
+            sparse = [(start, min(end, first_exempt(inputs))) for start, end in bounds]
+            parts = [part for part in sparse if part[0] < part[1]]
+            scored, read = scoring_cost(entry.policy, parts)
+            flops += 2.0 * dim * heads * scored
+            kv_bytes += kv_heads * dim * read
+        return flops, (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
 
     return _providers(inputs, entries, cost, chunks)
-
-
-def prefill_cost(
-    inputs: PagedInputs,
-    policy: SelectionPolicy,
-    *,
-    bounds: Sequence[tuple[int, int]],
-    by_score: bool = True,
-) -> tuple[float, float]:
-    """FLOPs and least bytes of a prompt prefilled from bound to bound."""
-    length, kv_heads, dim = inputs.seq_lens[0], inputs.k_cache.shape[1], inputs.q.shape[2]
-    kv_bytes = 2.0 * kv_heads * length * dim
-    pairs = attended_pairs(policy, range(length), prompt=length)
-    flops = 4.0 * dim * inputs.q.shape[1] * pairs
-    if policy.selects_blocks and by_score:
-        sparse = [(start, min(end, first_exempt(inputs))) for start, end in bounds]
-        scored, read = scoring_cost(policy, [part for part in sparse if part[0] < part[1]])
-        flops += 2.0 * dim * inputs.q.shape[1] * scored
-        kv_bytes += kv_heads * dim * read
-    return flops, (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
 
 
 def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
-    Some queries score the means of the cells before their own block, some the keys of their tile's
-    list.
-    For the means the keys of a chunk's context are read once.
+    Some queries score the means of the cells before their own block, for which the keys of a
+    chunk's context are read once, some the keys of their tile's list.
     """
     scored = read = 0
     tile, size = policy.query_tile, policy.sel_block_size

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsek_backend.bench.oracle import MaskRule, attend_head
-from sparsek_backend.bench.registry import Case, Param
+from sparsek_backend.bench.registry import HEADS, Case
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.lengths import batch_of_lengths
@@ -21,11 +21,7 @@ from sparsek_kernels.paged.reference import (
     visible_reference,
 )
 
-DEFAULTS: dict[str, Param] = {
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "dtype": "bfloat16",
+DEFAULTS = HEADS | {
     "page_size": 64,
     "num_sink": 64,
     "window_size": 512,
@@ -79,17 +75,14 @@ class PagedInputs:
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
         return self.k_cache.shape[2]
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
         return self.q.shape[1] // self.k_cache.shape[1]
 
     @property
     def softmax_scale(self) -> float:
-        """1 / sqrt(D)."""
         return float(self.q.shape[2] ** -0.5)
 
     def batch(

@@ -14,20 +14,16 @@ from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs, make_inputs
 from sparsek_backend.bench.oracle import Mask, MaskRule, attend_head, compare
 from sparsek_backend.bench.registry import (
+    HEADS,
     OURS,
     BenchOp,
     Case,
     GateResult,
     Outputs,
-    Param,
     Provider,
 )
 
-DEFAULTS: dict[str, Param] = {
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "dtype": "bfloat16",
+DEFAULTS = HEADS | {
     "num_sink": 0,
     "window_size": None,
     "causal": True,
@@ -115,10 +111,8 @@ class Oracle:
 
 def cost(inputs: Inputs, rule: Mask, *, backward: bool) -> tuple[float, float]:
     """FLOPs (4 D a visible pair and query head, 2.5 times that backward) and least bytes."""
-    pairs = sum(
-        rule.count_pairs(query_len, seq_len)
-        for query_len, seq_len in zip(inputs.query_lens, inputs.seq_lens, strict=True)
-    )
+    lengths = zip(inputs.query_lens, inputs.seq_lens, strict=True)
+    pairs = sum(rule.count_pairs(query_len, seq_len) for query_len, seq_len in lengths)
     heads, dim = inputs.q.shape[2:]
     flops = 4.0 * dim * heads * pairs * (2.5 if backward else 1.0)
     q_bytes, kv_bytes = (t.numel() * t.element_size() for t in (inputs.q, inputs.k))
@@ -145,25 +139,12 @@ def _ours(inputs: Inputs) -> Call:
     return Call(call)
 
 
-Maker = Callable[[Inputs], Call]
-
-
-def _backward(call: Call, leaves: Inputs) -> Callable[[], Outputs]:
-    out = call.view(call.run())
-    wanted = [leaves.q, leaves.k, leaves.v] + ([] if leaves.sinks is None else [leaves.sinks])
-
-    def run() -> Outputs:
-        return torch.autograd.grad(out, wanted, leaves.dout, retain_graph=True)
-
-    return run
-
-
 @dataclass(frozen=True)
 class Entry:
     """An implementation: its name, its call, its mask, and a note where that is not ours."""
 
     name: str
-    make: Maker
+    make: Callable[[Inputs], Call]
     rule: Mask
     note: str = ""
 
@@ -180,7 +161,10 @@ def providers(inputs: Inputs, entries: Sequence[Entry], *, backward: bool) -> li
             leaves = inputs.with_grad() if backward else inputs
             call = entry.make(leaves)
             if backward:
-                return _backward(call, leaves)
+                out = call.view(call.run())
+                wanted = [leaves.q, leaves.k, leaves.v]
+                wanted += [] if leaves.sinks is None else [leaves.sinks]
+                return lambda: torch.autograd.grad(out, wanted, leaves.dout, retain_graph=True)
             views.append(call.view)
             return lambda: (call.run(),)
 
@@ -219,17 +203,10 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     return providers(inputs, entries, backward=backward)
 
 
-OPS = (
-    BenchOp(
-        "sink_window_fwd",
-        "sink + sliding-window, causal and full attention, forward",
-        DEFAULTS,
-        functools.partial(_build, backward=False),
-    ),
-    BenchOp(
-        "sink_window_bwd",
-        "the same, backward alone (dq, dk, dv and dsinks)",
-        DEFAULTS,
-        functools.partial(_build, backward=True),
-    ),
+OPS = tuple(
+    BenchOp(name, summary, DEFAULTS, functools.partial(_build, backward=backward))
+    for name, summary, backward in (
+        ("sink_window_fwd", "sink + sliding-window, causal and full attention, forward", False),
+        ("sink_window_bwd", "the same, backward alone (dq, dk, dv and dsinks)", True),
+    )
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -29,27 +29,21 @@ class Inputs:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
         return self.q.shape[2] // self.k.shape[2]
 
     @property
     def softmax_scale(self) -> float:
-        """1 / sqrt(D)."""
         return float(self.q.shape[3] ** -0.5)
 
     def with_grad(self) -> Inputs:
-        """The same inputs as leaves that require gradients."""
-        return dataclasses.replace(
-            self,
-            q=self.q.detach().requires_grad_(),
-            k=self.k.detach().requires_grad_(),
-            v=self.v.detach().requires_grad_(),
-            sinks=None if self.sinks is None else self.sinks.detach().requires_grad_(),
-        )
+        given = {"q": self.q, "k": self.k, "v": self.v, "sinks": self.sinks}
+        leaves: dict[str, Any] = {
+            name: x.detach().requires_grad_() for name, x in given.items() if x is not None
+        }
+        return replace(self, **leaves)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Draw a case's inputs in its dtype."""
     window = None if case.params["window_size"] is None else case.int_param("window_size")
     rule = MaskRule(case.int_param("num_sink"), window, bool(case.params["causal"]))
     return draw_inputs(case, rule, device, learned_sinks=bool(case.params["learned_sinks"]))

@@ -92,22 +92,14 @@ class GraphAttention(torch.nn.Module):
             raise ValueError("batch: expected None with a layout, which is made with it, got one")
         check_tensor("slots of the layout", layout.slots, (x.shape[0],))
         placed = x.new_zeros(layout.length, self.in_channels).index_copy(0, layout.slots, x)
-        q, k, v = (
-            project(placed).unflatten(1, (self.heads, -1))[None]
-            for project in (self.lin_query, self.lin_key, self.lin_value)
-        )
-        out = _attend(q, k, v, layout)[0, layout.slots]  # [N, H, D]
+        projections = (self.lin_query, self.lin_key, self.lin_value)
+        q, k, v = (project(placed).unflatten(1, (self.heads, -1))[None] for project in projections)
+        # Places without a node see nothing and are seen by none.
+        real = None if layout.real is None else layout.real[None]
+        found = block_sparse_attention(q, k, v, layout.pattern, key_mask=real, query_mask=real)
+        out = cast(torch.Tensor, found)[0, layout.slots]  # [N, H, D]
         out = out.flatten(1) if self.concat else out.mean(1)
         return out if self.lin_skip is None else out + self.lin_skip(x)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: GraphLayout) -> torch.Tensor:
-    """``[1, L, H, D]``; places without a node see nothing and are seen by none."""
-    real = None if layout.real is None else layout.real[None]
-    return cast(
-        torch.Tensor,
-        block_sparse_attention(q, k, v, layout.pattern, key_mask=real, query_mask=real),
-    )

@@ -76,26 +76,22 @@ def graph_layout(
         nodes = torch.arange(num_nodes)
     slots, real = places_in(nodes), None
     if batch is not None:
-        slots, real = _apart(nodes, _checked(batch, edges, num_nodes), block_size)
+        slots, real = _apart(nodes, batch, edges, block_size)
     length = num_nodes if real is None else real.shape[0]
     pattern = edge_pattern(slots[edges], length, block_size, density=density)
     real = None if real is None or bool(real.all()) else real.to(device)
     return GraphLayout(slots.to(device), real, pattern.to(device))
 
 
-def _checked(batch: torch.Tensor, edges: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    graphs = check_tensor("batch", batch, (num_nodes,), (torch.int64,)).cpu()
+def _apart(
+    nodes: torch.Tensor, batch: torch.Tensor, edges: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the nodes, each graph from the start of a block, and which places are used."""
+    graphs = check_tensor("batch", batch, (len(nodes),), (torch.int64,)).cpu()
     if bool((graphs < 0).any()):
         raise ValueError(f"batch: expected graphs from 0 on, got {int(graphs.min())}")
     if bool((graphs[edges[0]] != graphs[edges[1]]).any()):
         raise ValueError("batch: expected edges inside graphs, got one between two")
-    return graphs
-
-
-def _apart(
-    nodes: torch.Tensor, graphs: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the nodes, each graph from the start of a block, and which places are used."""
     nodes = nodes[graphs[nodes].argsort(stable=True)]
     sizes = torch.bincount(graphs)
     room = (sizes + block_size - 1) // block_size * block_size

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sparsek_backend.command_line import (
+    check_each,
     commands,
     failing_on,
     grouped,
@@ -24,7 +25,6 @@ from sparsek_backend.extras import needing
 from sparsek_backend.machine import choose_device
 from sparsek_backend.models import check_model, fetch_texts
 from sparsek_backend.patterns.masses import Measure
-from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
 from sparsek_backend.patterns.tools.page import COLUMNS, write_page
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
@@ -46,8 +46,6 @@ PRESETS = {"default": (32, 0.90), "large_graph": (64, 0.95), "high_accuracy": (1
 
 @dataclass(frozen=True)
 class Goal:
-    """How many blocks of which size are kept."""
-
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default"
     block_size: Annotated[int | None, typer.Option(help="In place of the preset's.")] = None
     sparsity: Annotated[float | None, typer.Option(help="In place of the preset's.")] = None
@@ -73,8 +71,6 @@ class Goal:
 
 @dataclass(frozen=True)
 class Way:
-    """How blocks are weighed."""
-
     heads: Annotated[str, typer.Option(help="Who shares a pattern: kv, query or all.")] = "kv"
     measure: Annotated[str, typer.Option(help="mass, l1 or l2.")] = "l2"
     samples: Annotated[int, typer.Option(help="Queries of each block that are looked at.")] = 4
@@ -103,9 +99,10 @@ def learn(
 ) -> None:
     """Learn a pattern for every layer of a model from what it attends in texts."""
     with _mendable():
-        preset = _one_of("--preset", goal.preset, tuple(PRESETS))
-        heads: Any = _one_of("--heads", way.heads, get_args(Heads))
-        measure: Any = _one_of("--measure", way.measure, get_args(Measure))
+        check_each("--preset", [goal.preset], PRESETS)
+        check_each("--heads", [way.heads], get_args(Heads))
+        check_each("--measure", [way.measure], get_args(Measure))
+        preset, heads, measure = goal.preset, cast(Heads, way.heads), cast(Measure, way.measure)
         shared = goal.pooled or goal.model_budget or goal.by_distance
         unread = goal.window != 1 or measure != "l2"
         if goal.windows and (shared or prefill or heads == "all" or unread):
@@ -188,13 +185,13 @@ def stats(
     """Density, blocks per row, importance, bytes and FLOPs of every layer."""
     with _mendable():
         patterns = read_patterns(file, block_size=block_size)
-        found = {
-            layer: pattern_statistics(pattern, head_dim=head_dim)
-            for layer, pattern in patterns.patterns.items()
-        }
+        layers = patterns.patterns.items()
+        found = {layer: pattern_statistics(x, head_dim=head_dim) for layer, x in layers}
     if as_json:
-        layers = {layer: asdict(statistics) for layer, statistics in found.items()}
-        typer.echo(json.dumps({**_about(patterns), "layers": layers}))
+        names = ("model", "sparsity", "block_size", "shape")
+        about: dict[str, Any] = {name: getattr(patterns, name) for name in names}
+        about["layers"] = {layer: asdict(statistics) for layer, statistics in found.items()}
+        typer.echo(json.dumps(about))
         return
     table = whole_table("layer", *COLUMNS, title=escape(patterns.model) or None)
     for layer, statistics in found.items():
@@ -214,21 +211,6 @@ def convert(
     with _mendable():
         write_patterns(read_patterns(file, block_size=block_size), out, layer=layer, head=head)
     typer.echo(f"wrote {out}")
-
-
-def _about(patterns: ModelPatterns) -> dict[str, Any]:
-    return {
-        "model": patterns.model,
-        "sparsity": patterns.sparsity,
-        "block_size": patterns.block_size,
-        "shape": patterns.shape,
-    }
-
-
-def _one_of(option: str, value: str, values: tuple[str, ...]) -> str:
-    if value not in values:
-        raise ValueError(f"{option}: expected one of {', '.join(values)}, got {value!r}")
-    return value
 
 
 def _load(

@@ -8,6 +8,7 @@ meanwhile.  ``importance`` says how blocks are weighed (the mean over all batche
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,11 +57,9 @@ def learn_window_patterns(
     data = list(batches)
     length = length_of(data)
     sizes = window_sizes(length, block_size)
-    errors = {
-        layer: WindowErrors(sizes, block_size, sinks=sinks, samples=samples)
-        for layer in range(model.config.get_text_config().num_hidden_layers)
-    }
-    observe_model(model, errors, data)
+    make = partial(WindowErrors, sizes, block_size, sinks=sinks, samples=samples)
+    errors = {layer: make() for layer in range(model.config.get_text_config().num_hidden_layers)}
+    observe_model(model, {layer: x.observe for layer, x in errors.items()}, data)
     shares = {layer: x.shares() for layer, x in errors.items()}
     patterns = fit_windows(shares, sizes, length, block_size, sinks=sinks, sparsity=sparsity)
     return ModelPatterns(patterns, name, sparsity)

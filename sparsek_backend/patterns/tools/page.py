@@ -53,7 +53,9 @@ def write_page(patterns: ModelPatterns, folder: Path, *, head_dim: int = 64) -> 
         figure.savefig(buffer, format="png", dpi=90)
         written.append(folder / f"layer_{layer:03d}.png")
         written[-1].write_bytes(buffer.getvalue())
-        rows.append(_row(layer, pattern_statistics(pattern, head_dim=head_dim)))
+        statistics = pattern_statistics(pattern, head_dim=head_dim)
+        cells = "".join(f"<td>{text(statistics)}</td>" for text in COLUMNS.values())
+        rows.append(f'<tr><td><a href="#layer{layer}">{layer}</a></td>{cells}</tr>')
         image = base64.b64encode(buffer.getvalue()).decode()
         figures.append(
             f'<h2 id="layer{layer}">layer {layer}</h2>\n'
@@ -78,12 +80,6 @@ def write_page(patterns: ModelPatterns, folder: Path, *, head_dim: int = 64) -> 
 
 
 def _bars(counts: list[int]) -> str:
-    """A histogram in block characters."""
     steps = "▁▂▃▄▅▆▇█"
     most = max(counts, default=0)
     return "".join(steps[round((len(steps) - 1) * count / max(most, 1))] for count in counts)
-
-
-def _row(layer: int, statistics: Statistics) -> str:
-    cells = "".join(f"<td>{text(statistics)}</td>" for text in COLUMNS.values())
-    return f'<tr><td><a href="#layer{layer}">{layer}</a></td>{cells}</tr>'

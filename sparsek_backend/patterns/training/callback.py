@@ -36,7 +36,6 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
         self._hook = model.register_forward_hook(self._listen)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Listen no more."""
         if self._hook is not None:
             self._hook.remove()
         self._hook, self._losses = None, []
@@ -47,7 +46,6 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
         self.scheduler.step(torch.stack(losses).mean() if losses else None)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add sparsity and reverts to what is logged."""
         logs = kwargs.get("logs")
         if logs is not None:
             logs["pattern_sparsity"] = self.scheduler.sparsity

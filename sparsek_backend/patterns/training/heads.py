@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -136,12 +137,8 @@ def fit_windows(
     if not 0.0 <= sparsity < 1.0:
         raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
     blocks = -(-num_tokens // block_size)
-    grids = torch.cat(
-        [
-            BlockSparsePattern.local((blocks, blocks), block_size, window=x, sinks=sinks).mask()
-            for x in windows
-        ]
-    )
+    make = partial(BlockSparsePattern.local, (blocks, blocks), block_size, sinks=sinks)
+    grids = torch.cat([make(window=window).mask() for window in windows])
     costs = grids.sum((1, 2))
     budget = max(round((1.0 - sparsity) * (blocks * (blocks + 1) // 2)), int(costs[0]))
     losses = torch.cat([x.double() for x in errors.values()])

@@ -67,10 +67,8 @@ class SparseAttentionLayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, N, hidden_size]`` from ``x [B, N, hidden_size]``."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
         if self.rope_theta is not None:
             positions = torch.arange(x.shape[1], device=x.device)
             q, k = (rotate(y, positions, self.rope_theta) for y in (q, k))

@@ -46,10 +46,8 @@ class Pruning:
         check_int("sinks", self.sinks, 0)
         check_int("window", self.window, 0)
         for name in ("threshold", "diversity"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(
-                    f"{name}: expected a number from 0 to 1, got {getattr(self, name)}"
-                )
+            if not 0.0 <= (value := getattr(self, name)) <= 1.0:
+                raise ValueError(f"{name}: expected a number from 0 to 1, got {value}")
         if self.pooled not in (False, True, "model"):
             raise ValueError(f"pooled: expected True, False or 'model', got {self.pooled!r}")
         if self.pooled and self.diversity:

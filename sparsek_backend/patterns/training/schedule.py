@@ -33,10 +33,8 @@ class SparsitySchedule:
 
     def __post_init__(self) -> None:
         for name in ("final", "initial"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(
-                    f"{name}: expected a number from 0 to below 1, got {getattr(self, name)}"
-                )
+            if not 0.0 <= (value := getattr(self, name)) < 1.0:
+                raise ValueError(f"{name}: expected a number from 0 to below 1, got {value}")
         check_int("begin", self.begin, 0)
         check_int("every", self.every, 1)
         check_int("end", self.end, self.begin)

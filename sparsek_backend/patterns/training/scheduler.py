@@ -75,11 +75,12 @@ class PatternScheduler:
             Whether the patterns changed.
         """
         self.steps += 1
-        reverted = loss is not None and self._watch(self._over_ranks(loss))
+        reverted = loss is not None and self._watch(loss)
         if reverted or not self.schedule.due(self.steps):
             return reverted
         self._setbacks = 0 if self._before is not None else self._setbacks
-        self.prune(self._next_sparsity())
+        further = self.schedule.sparsity(self.steps) - self.sparsity  # less of it after setbacks
+        self.prune(self.sparsity + further * 0.5**self._setbacks)
         return True
 
     @torch.no_grad()
@@ -131,18 +132,11 @@ class PatternScheduler:
         self._loss, masks = state["loss"], state["masks_before"]
         self._before = None if masks is None else (list(masks), state["sparsity_before"])
 
-    def _next_sparsity(self) -> float:
-        """The schedule's, or after setbacks a part of the way to it."""
-        wanted = self.schedule.sparsity(self.steps)
-        return self.sparsity + (wanted - self.sparsity) * 0.5**self._setbacks
-
-    def _over_ranks(self, loss: float | torch.Tensor) -> float:
-        device = self.patterns[0].keep.device
-        value = torch.as_tensor(loss, dtype=torch.float32, device=device).detach()
-        return over_ranks(value, "mean", self.group).item()
-
-    def _watch(self, loss: float) -> bool:
+    def _watch(self, given: float | torch.Tensor) -> bool:
         """Bring the earlier patterns back if the loss jumped since the last pruning."""
+        device = self.patterns[0].keep.device
+        value = torch.as_tensor(given, dtype=torch.float32, device=device).detach()
+        loss = over_ranks(value, "mean", self.group).item()
         jumped = self._loss is not None and not (
             loss <= self._loss + self.tolerance * abs(self._loss)  # losses may be negative
         )
