@@ -37,8 +37,13 @@ class _Entries:
     digest: str
 
 
-BlockPlan = tuple[Transfers, BlockStructure]
-"""Key blocks that a rank fetches, and the pattern of its rows over own and fetched blocks."""
+@dataclass(frozen=True)
+class BlockPlan:
+    """Key blocks that a rank fetches, and the pattern of its rows over own and fetched blocks."""
+
+    transfers: Transfers
+    structure: BlockStructure
+
 
 _entries: MutableMapping[BlockStructure, _Entries] = WeakKeyDictionary()
 _plans: MutableMapping[BlockStructure, dict[Any, BlockPlan]] = WeakKeyDictionary()
@@ -125,7 +130,7 @@ def _plan(structure: BlockStructure, layout: SequenceLayout, rank: int, causal: 
     counts = torch.bincount(at, minlength=structure.num_patterns * len(mine))
     device = structure.device
     with torch.inference_mode(False):
-        known[key] = (
+        known[key] = BlockPlan(
             plan_transfers(layout.ownership, requests, rank),
             BlockStructure(
                 size,
@@ -205,13 +210,13 @@ def context_parallel_block_sparse_attention(
             requires_grad=torch.is_grad_enabled() and [x.requires_grad for x in (q, k, v)],
         )
     with torch.device("cpu"):  # plans are made there, whatever the default device
-        transfers, own = _plan(structure, layout, channel.rank, causal)
-    keys, values = Fetch(channel, transfers, (k, v)).wait()[0]
+        plan = _plan(structure, layout, channel.rank, causal)
+    keys, values = Fetch(channel, plan.transfers, (k, v)).wait()[0]
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = block_sparse_attention(
         q,
         keys,
         values,
-        own,
+        plan.structure,
         causal=causal,
         softmax_scale=scale,
         return_lse=return_lse,

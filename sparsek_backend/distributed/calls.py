@@ -30,6 +30,8 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
+    """One launch."""
+
     rows: tuple[slice, ...]  # the rank's rows that are its queries
     pieces: tuple[Piece, ...]  # where its keys lie
     # offsets of the items' queries, where there are several items
@@ -52,6 +54,7 @@ def calls_of(items: Sequence[Item], batch: int) -> tuple[Call, ...]:
 
 
 def offsets_of(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Offsets of packed sequences of these lengths."""
     return tuple(accumulate(lengths, initial=0))
 
 

@@ -8,6 +8,7 @@ causality holds in what is put together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,12 @@ from sparsek_backend.distributed.mesh import Channel
 from sparsek_backend.distributed.nsa_plan import Group
 from sparsek_backend.distributed.rows import Range, plan_transfers
 
-Chosen = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
-"""Blocks of some tensors, put together, and which of them each query chose, if it has."""
+
+class Chosen(NamedTuple):
+    """Blocks of some tensors, put together, and which of them each query chose, if it has."""
+
+    tensors: tuple[torch.Tensor, ...]
+    block_indices: torch.Tensor | None
 
 
 def fetch_chosen(
@@ -49,7 +54,7 @@ def fetch_chosen(
         places.append(place)
     transfers = plan_transfers(layout.ownership, channel.told(asked), channel.rank)
     found = Fetch(channel, transfers, tensors).wait()
-    return list(zip(found, places, strict=True))
+    return [Chosen(*x) for x in zip(found, places, strict=True)]
 
 
 def _before_and_own(

@@ -33,7 +33,7 @@ class Channel:
         self.rank, self.size = group.rank(), group.size()
         self.peers = dist.get_process_group_ranks(group)
         kinds = {device.type for device in group._device_types}
-        self.timeout: Any = _backend(group, "cpu" if "cpu" in kinds else "cuda").options._timeout
+        self.timeout = _timeout(group, "cpu" if "cpu" in kinds else "cuda")
         self._control: dist.ProcessGroup | None = None
         if "cpu" not in kinds:
             # Words go over the host, so that no agreement waits for the GPU.
@@ -130,6 +130,10 @@ class Channel:
 
 def _backend(group: dist.ProcessGroup, kind: str) -> Any:
     return group._get_backend(torch.device(kind))
+
+
+def _timeout(group: dist.ProcessGroup, kind: str) -> Any:
+    return _backend(group, kind).options._timeout
 
 
 _channels: MutableMapping[dist.ProcessGroup, Channel] = WeakKeyDictionary()

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsek_backend.distributed.calls import offsets_of, on_device
-from sparsek_backend.distributed.chosen import fetch_chosen
+from sparsek_backend.distributed.chosen import Chosen, fetch_chosen
 from sparsek_backend.distributed.exchange import Fetch
 from sparsek_backend.distributed.layouts import SequenceLayout, check_layout, check_shard
 from sparsek_backend.distributed.mesh import channel_of
@@ -84,6 +84,40 @@ def _compress(
     return k_cmp, v_cmp
 
 
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    layout: SequenceLayout,
+    compression: Compression | None,
+    sliding: tuple[torch.Tensor, torch.Tensor] | None,
+    spec: NSASpec,
+    window_size: int,
+) -> list[torch.Tensor]:
+    """Check the tensors of a call and return them."""
+    check_query(q)
+    check_shard("q", q, layout)
+    check_pair(k, v, q, rows=q.shape[1])
+    like = {"v": v}
+    if compression is not None:
+        like |= {"compression.k": compression.k, "compression.v": compression.v}
+    if sliding is not None:
+        like |= {"sliding": sliding[0], "sliding values": sliding[1]}
+    for name, x in like.items():
+        check_tensor(name, x, tuple(k.shape), (k.dtype,), k.device)
+    for gate in gates:
+        check_tensor("gates", gate, tuple(q.shape[:3]), DTYPES, q.device)
+    check_int("window_size", window_size, 1)
+    tensors = [q, k, *like.values(), *gates]
+    phis = () if compression is None else (compression.phi_k, compression.phi_v)
+    for name, phi in zip(("phi_k", "phi_v"), phis, strict=False):
+        if phi is not None:
+            check_phi(f"compression.{name}", phi, k, spec)
+            tensors += phi
+    return tensors
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_nsa_attention(
     q: torch.Tensor,
@@ -136,25 +170,7 @@ def context_parallel_nsa_attention(
     spec = spec or NSASpec()
     with channel.agreed() as facts:
         check_layout(layout, mesh)
-        check_query(q)
-        check_shard("q", q, layout)
-        check_pair(k, v, q, rows=q.shape[1])
-        like = {"v": v}
-        if compression is not None:
-            like |= {"compression.k": compression.k, "compression.v": compression.v}
-        if sliding is not None:
-            like |= {"sliding": sliding[0], "sliding values": sliding[1]}
-        for name, x in like.items():
-            check_tensor(name, x, tuple(k.shape), (k.dtype,), k.device)
-        for gate in gates:
-            check_tensor("gates", gate, tuple(q.shape[:3]), DTYPES, q.device)
-        check_int("window_size", window_size, 1)
-        tensors = [q, k, *like.values(), *gates]
-        phis = () if compression is None else (compression.phi_k, compression.phi_v)
-        for name, phi in zip(("phi_k", "phi_v"), phis, strict=False):
-            if phi is not None:
-                check_phi(f"compression.{name}", phi, k, spec)
-                tensors += phi
+        tensors = _check(q, k, v, gates, layout, compression, sliding, spec, window_size)
         scale = check_scale(softmax_scale, q.shape[3])
         if gather not in ("all", "chosen"):
             raise ValueError(f"gather: expected 'all' or 'chosen', got {gather!r}")
@@ -181,16 +197,20 @@ def context_parallel_nsa_attention(
     made = _compress(compression, halo.wait()[0], plan, spec)
     compressed = Fetch(channel, plan.compressed, made).wait()
     settings = NSASettings(spec, window_size, scale)
-    pairs = zip(plan.groups, compressed, strict=True)
-    calls = [NSACall.of(settings, group, q, gates, blocks) for group, blocks in pairs]
+    calls = [
+        NSACall.of(settings, group, q, gates, blocks)
+        for group, blocks in zip(plan.groups, compressed, strict=True)
+    ]
     if every is None:
         blocks = [call.choose() for call in calls]
         chosen = fetch_chosen(channel, layout, plan.groups, blocks, (k, v), spec.sel_block_size)
     else:
-        chosen = [(keys, None) for keys in every.wait()]
-    nearest = [keys for keys, _ in chosen] if window is None else window.wait()
-    attended = zip(calls, chosen, nearest, strict=True)
-    outputs = [call.attend(keys, near, indices) for call, (keys, indices), near in attended]
+        chosen = [Chosen(keys, None) for keys in every.wait()]
+    nearest = [x.tensors for x in chosen] if window is None else window.wait()
+    outputs = [
+        call.attend(keys, near, indices)
+        for call, (keys, indices), near in zip(calls, chosen, nearest, strict=True)
+    ]
     parts: list[tuple[int, torch.Tensor]] = []
     for group, out in zip(plan.groups, outputs, strict=True):
         split = out.split([x.stop - x.start for x in group.rows], 1)

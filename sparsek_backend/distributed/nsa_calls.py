@@ -18,6 +18,8 @@ Pair = tuple[torch.Tensor, ...]  # keys and values
 
 
 class NSASettings(NamedTuple):
+    """Mask and scale."""
+
     spec: NSASpec
     window_size: int
     softmax_scale: float
@@ -47,9 +49,8 @@ class NSACall:
         rows, *gates_of_rows = (take_rows(x, group.rows) for x in (q, *gates))
         offsets = group.cu_seqlens
         if offsets is not None:
-            bound = rows.shape[1] // settings.spec.cmp_stride  # of packed calls: zeros up to it
-            rooms = [(0, 0, 0, 0, 0, bound - x.shape[1]) for x in compressed]
-            compressed = tuple(map(torch.nn.functional.pad, compressed, rooms))
+            bound = rows.shape[1] // settings.spec.cmp_stride
+            compressed = tuple(_padded(x, bound) for x in compressed)
         return cls(
             settings,
             rows,
@@ -98,3 +99,8 @@ class NSACall:
             cu_seqlens=self.cu_seqlens,
         )
         return cast(torch.Tensor, out)
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Zero rows behind compressed blocks, up to the bound that packed calls have."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - x.shape[1]))

@@ -83,8 +83,10 @@ def plan_ring(layout: SequenceLayout, rank: int, causal: bool, batch: int) -> Ri
         seen = [_seen(layout, r, (r - t) % world, causal) for r in range(world)]
         requests = [[keys for _, keys in of_rank] for of_rank in seen]
         transfers = plan_transfers(layout.ownership, requests, rank)
-        pairs = zip(seen[rank], transfers.requests, strict=True)
-        items = [Item(slice(x[0].row, x[-1].rows.stop), pieces) for (x, _), pieces in pairs]
+        items = [
+            Item(slice(segments[0].row, segments[-1].rows.stop), pieces)
+            for (segments, _), pieces in zip(seen[rank], transfers.requests, strict=True)
+        ]
         steps.append(RingStep(transfers, calls_of(items, batch)))
     return RingPlan(own, tuple(steps))
 

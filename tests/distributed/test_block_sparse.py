@@ -80,7 +80,7 @@ def test_blocks_of_a_rank_are_one_piece() -> None:
     pattern = random_pattern((64, 64), 16, density=0.05, seed=0)
     layout = balanced_layout(pattern, 4)
     for rank in range(4):
-        transfers, _ = _plan(structure_of(pattern, layout.num_tokens), layout, rank, False)
+        transfers = _plan(structure_of(pattern, layout.num_tokens), layout, rank, False).transfers
         (pieces,) = transfers.requests
         assert [piece.buffer for piece in pieces] == [1, 2, 3, 0]
         assert sum(len(rows) for _, rows in transfers.sends) > 3  # scattered in the stream
