@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from sparsek_backend.command_line import commands, failing_on, grouped, refuse_set
+from sparsek_backend.config import resolve_config
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.mass import PHASES, mean_of, measure_model, plot_masses
@@ -47,8 +48,8 @@ from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model
-from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.vllm_backend.settings import prefill_pattern
 
 # Plain help: in panels, the widest option would leave no room for what the options mean.
 app = commands()
@@ -191,9 +192,10 @@ def measure_mass(
     """
     with _mendable():
         parsed = parse_budget(budget)
-        policy_of, pattern = parsed.policy, parsed.config.pattern
-        if not policy_of(0).selects_blocks:
-            raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
+        rule = parsed.policy()
+        if not (rule.prefill.selects_blocks and rule.decode.selects_blocks):
+            raise ValueError(f"budget: expected blocks selected in both phases, got {budget!r}")
+        pattern = prefill_pattern(resolve_config(parsed.settings, {}, source="the budget"))
         import_pyplot()
         asked.check(prompts)
         tokenizer, kept = partial(HubTokenizer, model, asked.chat), out / f"{name}.prompts.json.gz"
@@ -203,8 +205,8 @@ def measure_mass(
             masses = measure_model(
                 model,
                 prompt.ids,
-                policy_of,
-                entries=None if pattern is None else PrefillPattern.load(pattern).entries,
+                parsed.policy,
+                entries=None if pattern is None else pattern.entries,
             )
         title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
         for phase in PHASES:
