@@ -59,6 +59,19 @@ def test_workflows_run_scripts_that_exist() -> None:
         assert re.search(rf"^ARG {image['argument']}=", dockerfile, re.M)
 
 
+def test_ci_without_vllm_tests_on_the_triton_of_the_set_up(tmp_path: Path) -> None:
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\necho "$@"\n')
+    pip.chmod(0o755)
+    steps = yaml.safe_load((WORKFLOWS / "ci.yaml").read_text())["jobs"]["without-vllm"]["steps"]
+    (shell,) = [one["run"] for one in steps if "pip install" in one.get("run", "")]
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    asked = processes.run("bash", "-ec", shell, cwd=ROOT, env=environ).stdout.split()
+    found = re.search(r"^TRITON_VERSION=(.+)$", (ROOT / "deploy" / "lib.sh").read_text(), re.M)
+    assert found is not None
+    assert asked == ["install", "-e", ".[dev]", f"triton=={found[1]}"]
+
+
 def step(job: str, name: str) -> str:
     """Return the shell of a step of the release workflow, by how its name begins."""
     steps = yaml.safe_load((WORKFLOWS / "release.yaml").read_text())["jobs"][job]["steps"]
