@@ -28,6 +28,7 @@ class NSALlamaCache:
     """The caches of all layers, as ``past_key_values``; they grow as tokens come."""
 
     is_compileable = False  # ``generate`` asks
+    is_linear = (False,)  # the same: whether layers keep a state in place of keys
 
     def __init__(self, layers: list[NSACache]) -> None:
         self.layers = layers
@@ -86,12 +87,17 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         return False
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, past_key_values: NSALlamaCache | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: NSALlamaCache | None = None,
+        cache: NSALlamaCache | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        """The tokens that the cache has not seen, and the cache.
+        """The tokens that the cache has not seen, and the cache: ``cache`` from Transformers 5.24.
 
         ``generate`` passes a mask on because the last argument has this name.
         """
+        past_key_values = past_key_values if cache is None else cache
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         names = ("attention_mask", "use_cache", "logits_to_keep")
         passed = {name: kwargs[name] for name in names if name in kwargs}
@@ -116,6 +122,7 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             attention_mask: ``[B, N]``, 1 for tokens and 0 for padding behind them; without padding
                 where there is a cache.
             past_key_values: earlier tokens, to which these are appended; as it was after an error.
+                ``cache`` is its name from Transformers 5.24 on.
             labels: ``[B, N]`` tokens, -100 for those without a loss; shifted here.
             use_cache: start a cache where there is none.
             logits_to_keep: last tokens whose logits are returned; 0 for all.
@@ -126,6 +133,7 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         Raises:
             NotImplementedError: padding before tokens, packed sequences or embedded inputs.
         """
+        past_key_values = of_loss.pop("cache", past_key_values)
         for name in ("inputs_embeds", "position_ids", "cu_seq_lens_q"):
             if of_loss.pop(name, None) is not None:
                 raise NotImplementedError(

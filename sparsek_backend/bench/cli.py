@@ -151,6 +151,8 @@ class BackendOptions:
 
 @dataclass(frozen=True)
 class CaseOptions:
+    """Requests of `serve`, which start together."""
+
     context: Annotated[
         list[int] | None, token_option("Prompt tokens, such as 16k. Repeatable; 2k if none.")
     ] = None
@@ -187,6 +189,8 @@ def serve(
 
 @dataclass(frozen=True)
 class LoadOptions:
+    """What `load` sends, and which answers are good."""
+
     load: Annotated[str, typer.Option(help=f"One of {', '.join(LOADS)}.")] = "documents-32k"
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests at each rate; the load's own if left out.")

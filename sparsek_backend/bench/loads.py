@@ -21,6 +21,8 @@ LONGEST = 131072
 
 @dataclass(frozen=True)
 class Limits:
+    """What a good answer keeps to."""
+
     first: float  # seconds to the first token of a session's first turn
     later: float  # the same of its later turns, whose prefix was computed before
     per_token: float  # seconds per output token behind the first, on average
@@ -50,6 +52,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class Load:
+    """What sessions are drawn from."""
+
     start: Spread  # prompt tokens of a session's first turn
     added: Spread  # tokens that come behind an answer in the next turn's prompt
     output: Spread  # tokens of an answer
@@ -107,6 +111,8 @@ LOADS = {
 
 @dataclass(frozen=True)
 class Turn:
+    """One request of a session."""
+
     think: float  # seconds from the answer before to this turn; 0 in the first
     added: int  # tokens of its prompt behind the prompt before and its answer
     prompt: int  # tokens of its prompt

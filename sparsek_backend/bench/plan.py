@@ -33,6 +33,7 @@ class Plan:
 
     @property
     def backends(self) -> tuple[str, str]:
+        """Names of the baseline and of ours."""
         return self.baseline or "vLLM's own", BACKEND_NAME
 
     def settings_of(self, backend: str) -> str:

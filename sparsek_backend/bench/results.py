@@ -44,6 +44,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
+        """What identifies a row within a file."""
         return self.op, self.case, self.spec, self.provider
 
     @property

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from sparsek_backend.command_line import commands, failing_on, grouped, refuse_set
+from sparsek_backend.config import resolve_config
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.mass import PHASES, mean_of, measure_model, plot_masses
@@ -34,8 +35,8 @@ from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model
-from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.vllm_backend.settings import prefill_pattern
 
 app = commands()
 console = Console(markup=False)  # labels and paths may have brackets
@@ -174,17 +175,18 @@ def measure_mass(
     """
     with _mendable():
         parsed = parse_budget(budget)
-        policy_of, pattern = parsed.policy, parsed.config.pattern
-        if not policy_of(0).selects_blocks:
-            raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
+        rule = parsed.policy()
+        if not (rule.prefill.selects_blocks and rule.decode.selects_blocks):
+            raise ValueError(f"budget: expected blocks selected in both phases, got {budget!r}")
+        pattern = prefill_pattern(resolve_config(parsed.settings, {}, source="the budget"))
         import_pyplot()
         asked.check(prompts)
         kept = out / f"{name}.prompts.json.gz"
         found, _ = take_prompts(prompts, replace(asked, samples=1), model, kept)
         prompt = found.prompts[0]
-        entries = {} if pattern is None else PrefillPattern.load(pattern).entries
+        entries = {} if pattern is None else pattern.entries
         with console.status("reading the prompt"):
-            masses = measure_model(model, prompt.ids, policy_of, entries=entries)
+            masses = measure_model(model, prompt.ids, parsed.policy, entries=entries)
         title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
         for phase in PHASES:
             console.print(mean_of(masses, phase))

@@ -78,9 +78,10 @@ def measure(
     length, size = q.shape[1], policy.sel_block_size
     first = next((i for i in range(length) if not policy.sees_all(i)), None)
     if first is None:
+        knob = "decode_tokens" if policy.alignment else "top_k"
         raise ValueError(
-            f"length: expected more tokens than the budget covers, got {length}; raise --length or "
-            "lower the budget"
+            f"length: expected more tokens than the budget covers by {knob}, got {length}; raise "
+            "--length or lower the budget"
         )
     rows = torch.linspace(first, length - 1, min(_ROWS, length - first)).long().to(q.device)
     masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)

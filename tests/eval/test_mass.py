@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from sparsek_backend.eval.cli import app
 from sparsek_backend.eval.mass import PHASES, block_masses, measure, measure_model, plot_masses
+from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash
 from sparsek_kernels.paged.index.vertical_slash.lists import block_lists, listed_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
@@ -105,6 +108,20 @@ def test_tiles_that_follow_a_list() -> None:
 def test_a_budget_that_covers_the_context_is_refused() -> None:
     with pytest.raises(ValueError, match="lower the budget"):
         measure(*states(), replace(POLICY, top_k=100), 1.0)
+    for policy, knob in ((replace(POLICY, top_k=100), "top_k"), (POLICY, "decode_tokens")):
+        with pytest.raises(ValueError, match=f"the budget covers by {knob}, got {LENGTH}"):
+            measure(*states(), policy if knob == "top_k" else policy.by_records(2048), 1.0)
+
+
+def test_a_budget_that_the_command_cannot_measure_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "pattern.safetensors"
+    PrefillPattern({0: torch.zeros(KV_HEADS, 4, dtype=torch.int32)}, 64).save(file)
+    for budget, reason in (
+        ("block_topk:8,sparse_phase=decode", "budget: expected blocks selected in both phases"),
+        (f"pattern:8,pattern={file},sel_block_size=32", "expected blocks of 32 tokens, got 64"),
+    ):
+        found = CliRunner().invoke(app, ["mass", str(tmp_path), "--budget", budget])
+        assert (found.exit_code, reason in found.output) == (2, True), found.output
 
 
 def test_every_layer_of_a_model_is_measured(tmp_path: Path) -> None:

@@ -96,6 +96,19 @@ def test_generate_continues_as_the_module_does(tied: bool, tmp_path: Path) -> No
     assert torch.equal(again(prompts), plain(prompts))
 
 
+def test_a_cache_may_have_the_name_of_later_versions(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(1, 64, (2, 37))
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache = model(ids[:, :30], use_cache=True).past_key_values
+        asked = model.prepare_inputs_for_generation(ids, cache=cache)
+        assert asked["input_ids"].shape == (2, 7)
+        assert asked["past_key_values"] is cache
+        torch.testing.assert_close(model(ids[:, 30:], cache=cache).logits, whole[:, 30:])
+
+
 def test_fresh_weights_are_those_of_the_module() -> None:
     from sparsek_backend.transformers_model import NSALlamaHFConfig
 

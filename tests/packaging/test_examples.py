@@ -50,6 +50,18 @@ def test_a_language_model_learns_is_saved_and_writes(
     assert "loaded, it continues" in capsys.readouterr().out
 
 
+def test_the_notebook_of_kernels_lists_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    book = json.loads((EXAMPLES / "notebooks" / "kernels.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    lists = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("[")]
+    assert len(lists) == 2  # KV heads
+    for pairs in lists:
+        assert {100, 101, 102, 103} <= set(pairs) <= set(range(256))
+
+
 def test_a_text_too_short_to_train_on_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,6 +138,18 @@ def caches(env: list[dict[str, str]]) -> dict[str, str]:
     return {variable["name"]: variable["value"] for variable in env}
 
 
+def test_ray_has_workers_for_as_many_replicas_as_it_may_ask_for() -> None:
+    (spec,) = [r["spec"] for r in rendered("rayservice.yaml") if r["kind"] == "RayService"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    (model,) = application["args"]["llm_configs"]
+    (workers,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    replicas = model["deployment_config"]["autoscaling_config"]
+    for bound in ("min", "max"):
+        assert workers[f"{bound}Replicas"] == replicas[f"{bound}_replicas"]
+    # without it KubeRay starts no autoscaler, and workers stay as many as they began
+    assert spec["rayClusterConfig"]["enableInTreeAutoscaling"] is True
+
+
 def test_a_misspelt_field_is_refused() -> None:
     (service, *_) = [r for r in rendered("rayservice.yaml") if r["kind"] == "RayService"]
     service["spec"]["rayClusterConfig"]["workerGroupSpec"] = []

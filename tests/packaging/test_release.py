@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,19 @@ def test_workflows_run_scripts_that_exist() -> None:
         assert re.search(rf"^ARG {image['argument']}=", dockerfile, re.M)
 
 
+def test_ci_without_vllm_tests_on_the_triton_of_the_set_up(tmp_path: Path) -> None:
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\necho "$@"\n')
+    pip.chmod(0o755)
+    steps = yaml.safe_load((WORKFLOWS / "ci.yaml").read_text())["jobs"]["without-vllm"]["steps"]
+    (shell,) = [one["run"] for one in steps if "pip install" in one.get("run", "")]
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    asked = processes.run("bash", "-ec", shell, cwd=ROOT, env=environ).stdout.split()
+    found = re.search(r"^TRITON_VERSION=(.+)$", (ROOT / "deploy" / "lib.sh").read_text(), re.M)
+    assert found is not None
+    assert asked == ["install", "-e", ".[dev]", f"triton=={found[1]}"]
+
+
 def step(job: str, name: str) -> str:
     """Return the shell of a step of the release workflow, by how its name begins."""
     steps = yaml.safe_load((WORKFLOWS / "release.yaml").read_text())["jobs"][job]["steps"]
@@ -72,6 +86,18 @@ def test_a_tag_must_be_the_version(tag: str, fits: bool) -> None:
         "bash", "-ec", shell, cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag}
     )
     assert (result.returncode == 0) is fits, result.stderr
+
+
+def test_a_release_takes_every_artifact_but_the_records_of_image_builds() -> None:
+    """docker/build-push-action uploads them in a form that download-artifact fails on."""
+    jobs = yaml.safe_load((WORKFLOWS / "release.yaml").read_text())["jobs"].values()
+    used = [one for job in jobs for one in job["steps"] if "uses" in one]
+    uploaded = [one["with"]["name"] for one in used if "upload-artifact" in one["uses"]]
+    taken = [one["with"] for one in used if "download-artifact" in one["uses"]]
+    (pattern,) = [options.get("pattern", "*") for options in taken if "name" not in options]
+    names = [*uploaded, "owner~name~1A2B3C.dockerbuild"]
+    kept = [x for x in names if fnmatch(x, pattern.removeprefix("!")) != pattern.startswith("!")]
+    assert kept == uploaded == ["distributions", "sbom"]
 
 
 def test_a_release_has_notes_and_checksums(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from sparsek_backend.config import resolve_config
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -131,6 +133,17 @@ def test_notebooks_hold_small_results_of_code_that_ran(path: Path) -> None:
                 assert (path.parent / link).exists(), link
     assert counts == list(range(1, len(counts) + 1))
     assert f"(notebooks/{path.name})" in (ROOT / "examples" / "README.md").read_text()
+
+
+def test_the_notebook_of_a_server_tells_what_its_settings_mean_today() -> None:
+    path = ROOT / "examples" / "notebooks" / "serve.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    printed = ["".join(found["text"]) for cell in cells for found in cell.get("outputs", ())]
+    config = resolve_config(json.loads(printed[0])["sparsek"], {}).config
+    assert f"{config.top_k} blocks of {config.sel_block_size} per KV head" in printed[1]
+    assert f"decoded tokens choose {config.decode_tokens} by records" in printed[1]
+    told = "".join(line for cell in cells for line in cell["source"])
+    assert f"a decoded token chooses {config.decode_tokens} tokens in pairs" in told
 
 
 def _leaves(nav: Any) -> list[str]:
