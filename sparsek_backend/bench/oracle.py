@@ -26,7 +26,6 @@ class Mask(Protocol):
         """The mask of one KV head."""
 
     def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-        """[len(rows), len(cols)] bool; rows are query positions counted in keys."""
         """[len(rows), len(cols)] bool of one head; rows are query positions counted in keys."""
 
     def count_pairs(self, num_queries: int, num_keys: int) -> float:
@@ -54,7 +53,6 @@ class MaskRule:
         return seen
 
     def count_pairs(self, num_queries: int, num_keys: int) -> int:
-        """Visible (query, key) pairs of one head: what the FLOPs are counted from."""
         if not self.causal:
             return num_queries * num_keys
         rows = torch.arange(num_queries, dtype=torch.int64) + (num_keys - num_queries)

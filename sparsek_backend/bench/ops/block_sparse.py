@@ -40,13 +40,11 @@ class BlockRule:
         return BlockRule(self.blocks[kv_head : kv_head + 1], self.block_size, self.causal)
 
     def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-        """[len(rows), len(cols)] bool, of the only head."""
         size = self.block_size
         seen = self.blocks[0, rows[:, None] // size, cols[None, :] // size]
         return seen & (cols[None, :] <= rows[:, None]) if self.causal else seen
 
     def count_pairs(self, num_queries: int, num_keys: int) -> float:
-        """Visible (query, key) pairs of a head, on average."""
         size, rows = self.block_size, self.blocks.shape[1]
         sides = torch.full((rows,), size, device=self.blocks.device)
         sides[-1] = num_queries - (rows - 1) * size
