@@ -193,7 +193,7 @@ class EngineOptions:
     ] = None
     kv_cache_gib: Annotated[
         float | None,
-        typer.Option(help="Size of the engine's KV cache, on a GPU that others use too."),
+        typer.Option(min=0.0, help="Size of the engine's KV cache, on a GPU that others use too."),
     ] = None
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, help="GPUs per engine; one if left out.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -78,6 +79,8 @@ def tune(
     """
     tried: list[tuple[Budget, Row]] = []
     with failing_on(ValueError, ImportError, RuntimeError, OSError):
+        if not math.isfinite(loss):
+            raise ValueError(f"loss: expected a finite number, got {loss}")
         asked.check(prompts)
         asks, file = take_prompts(prompts, asked, model, out / "prompts.json.gz")
         kinds = Counter((one.task, one.variant, one.length) for one in asks.prompts)

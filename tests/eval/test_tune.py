@@ -113,10 +113,11 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
     done = CliRunner().invoke(tune.app, ["model", "--prompts", str(single)])
     assert done.exit_code == 2
     assert "at least 2 prompts" in " ".join(done.output.split())
-    for ignored in (["--task", "records"], ["--seed", "4"]):
-        done = CliRunner().invoke(tune.app, [*command, *ignored])
+    refused = (["--task", "records"], ["--seed", "4"], ["--loss", "nan"], ["--kv-cache-gib", "-1"])
+    for option in refused:
+        done = CliRunner().invoke(tune.app, [*command, *option])
         assert done.exit_code == 2
-        assert ignored[0] in done.output
+        assert option[0].removeprefix("--") in done.output
 
 
 def test_the_length_that_loses_most_counts(tmp_path: Path) -> None:
