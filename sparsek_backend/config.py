@@ -85,7 +85,7 @@ class SparsityConfig(BaseModel):
     sel_block_size: Positive = 64
     """Tokens in a block, a multiple of 16. It must divide the KV page (64 tokens on a GPU, 128 on a
     CPU, or `--block-size`) or be a multiple of it."""
-    top_k: Blocks = 96
+    top_k: Blocks = 112
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
     decode_tokens: Pairs = DECODE_TOKENS
     """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of

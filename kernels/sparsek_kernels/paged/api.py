@@ -25,8 +25,8 @@ from sparsek_kernels.paged.checks import (
     fit_pages,
 )
 from sparsek_kernels.paged.index.base import Indexer, Indexers
+from sparsek_kernels.paged.index.block_scores import BlockScores
 from sparsek_kernels.paged.index.page_records import PageRecords, write_records
-from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import Located, PagedOperands
 from sparsek_kernels.paged.plan import (
     Segment,
@@ -159,12 +159,12 @@ def write_index(
 
 
 def default_indexers(policy: StepPolicy) -> Indexers:
-    """The indexers of ordinary models: two steps for tiles, records for single tokens."""
+    """The indexers of ordinary models: scores of blocks for tiles, records for single tokens."""
 
     def of(one: SelectionPolicy) -> Indexer | None:
         if not one.selects_blocks:
             return None
-        return PageRecords() if one.query_tile == 1 else TwoStep()
+        return PageRecords() if one.query_tile == 1 else BlockScores()
 
     prefill, decode = of(policy.prefill), of(policy.decode)
     return Indexers(prefill, decode or (prefill if policy.prefill.alignment else None))

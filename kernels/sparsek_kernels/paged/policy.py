@@ -25,13 +25,7 @@ SEGMENT, CELL = 64, 2
 """Tokens of a record (``record.py``), and of a cell that is chosen by one."""
 
 SAMPLE_STRIDE, MOST_SAMPLES = 4, 16
-"""Sampling stride and cap of the queries of a prefill tile that score all blocks by means."""
-
-RANKING_STRIDE, MOST_RANKING = 2, 32
-"""Sampling stride and cap of the queries that weigh candidates by their real keys."""
-
-CANDIDATES = 2
-"""Blocks of a tile that are weighed by their real keys, for each slot."""
+"""Sampling stride and cap of the queries of a prefill tile that score its blocks."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
@@ -170,21 +164,6 @@ class SelectionPolicy:
     def samples(self) -> int:
         """Queries that score a tile's blocks: the last of every ``sample_stride`` positions."""
         return ceil_div(self.query_tile, self.sample_stride)
-
-    @property
-    def ranking_stride(self) -> int:
-        """Query positions of a tile for which one query ranks its candidates."""
-        return max(min(RANKING_STRIDE, self.query_tile), ceil_div(self.query_tile, MOST_RANKING))
-
-    @property
-    def ranking_samples(self) -> int:
-        """Queries that rank a tile's candidates: the last of every ``ranking_stride`` positions."""
-        return ceil_div(self.query_tile, self.ranking_stride)
-
-    @property
-    def listed_blocks(self) -> int:
-        """Most blocks of a tile that are ranked exactly; a single token's are not."""
-        return CANDIDATES * self.scored_blocks if self.query_tile > 1 else 0
 
     @property
     def is_dense(self) -> bool:

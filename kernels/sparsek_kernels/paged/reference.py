@@ -17,6 +17,10 @@ from sparsek_kernels.paged.attend.reference import (
     visible_reference,
 )
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.block_scores.reference import (
+    sampled_queries,
+    tile_scores_reference,
+)
 from sparsek_kernels.paged.index.infllm.reference import (
     block_ranks_reference,
     kernel_shares_reference,
@@ -29,13 +33,6 @@ from sparsek_kernels.paged.index.reference import (
     means_reference,
 )
 from sparsek_kernels.paged.index.seer.reference import gate_scores_reference, select_seer_reference
-from sparsek_kernels.paged.index.two_step.reference import (
-    candidates_reference,
-    exact_masses_reference,
-    ranking_queries,
-    sampled_queries,
-    tile_scores_reference,
-)
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 __all__ = [
@@ -44,8 +41,6 @@ __all__ = [
     "best",
     "block_logits_reference",
     "block_ranks_reference",
-    "candidates_reference",
-    "exact_masses_reference",
     "gate_scores_reference",
     "gather_sequence",
     "kernel_shares_reference",
@@ -53,7 +48,6 @@ __all__ = [
     "listed_reference",
     "means_reference",
     "paged_attention_reference",
-    "ranking_queries",
     "sampled_queries",
     "select_blocks_reference",
     "select_infllm_reference",
@@ -85,11 +79,9 @@ def select_blocks_reference(
         return None if found is None else found.entries
     if policy.sees_all(positions[0]):
         return None
-    listed = candidates_reference(q, k, positions, policy, softmax_scale)
-    scores = exact_masses_reference(q, k, positions, listed, policy, softmax_scale).amax(0)
-    return [
-        best(row, blocks, policy.scored_blocks) for row, blocks in zip(scores, listed, strict=True)
-    ]
+    competing = range(*policy.candidate_range(positions[0]))
+    scores = tile_scores_reference(q, k, positions, policy, softmax_scale)
+    return [best(row, competing, policy.scored_blocks) for row in scores]
 
 
 def listed_reference(entries: list[list[int]]) -> Select:

@@ -34,7 +34,7 @@ from sparsek_backend.bench.registry import (
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.policy import CELL, CELL_SIZE, SelectionPolicy, StepPolicy, ceil_div
-from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
+from sparsek_kernels.paged.reference import sampled_queries
 
 DENSE = SelectionPolicy()
 BY_LIST = "sparsek_by_list"
@@ -365,9 +365,8 @@ def prefill_cost(
 def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
-    Some queries score the means of the cells before their own block, some the keys of their tile's
-    list.
-    For the means the keys of a chunk's context are read once.
+    Samples of a tile score the means of the cells before their own block.  For the means the keys
+    of a chunk's context are read once.
     """
     scored = read = 0
     tile, size = policy.query_tile, policy.sel_block_size
@@ -380,11 +379,6 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             positions = range(max(base, start), min(base + tile, end))
             samples = [positions[row] for row in sampled_queries(positions, policy)]
             scored += sum(p // size * (size // CELL_SIZE) for p in samples)
-            first, last = policy.candidate_range(base)
-            blocks = policy.sink_blocks + policy.local_blocks
-            blocks += min(policy.listed_blocks, last - first)
-            scored += len(ranking_queries(positions, policy)) * blocks * size
-            read += blocks * size
     return scored, read
 
 

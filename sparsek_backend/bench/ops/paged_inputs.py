@@ -15,11 +15,7 @@ from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import (
-    exact_masses_reference,
-    tile_scores_reference,
-    visible_reference,
-)
+from sparsek_kernels.paged.reference import tile_scores_reference, visible_reference
 
 DEFAULTS: dict[str, Param] = {
     "num_heads": 32,
@@ -183,9 +179,8 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     )
 
 
-_LIST_SLACK, _MASS_SLACK = 0.05, 0.02
-"""Scores that differ by less, relatively, may stand in for each other: means are rounded, and
-masses are shares of lists that may differ by these."""
+_SLACK = 0.05
+"""Scores that differ by less, relatively, may stand in for each other: means are rounded."""
 
 
 def wrong_selection(
@@ -196,43 +191,16 @@ def wrong_selection(
     blocks = chosen[chosen >= 0]
     if not policy.scored_blocks == blocks.numel() == len(set(blocks.tolist())):
         return f"{blocks.tolist()} are not {policy.scored_blocks} distinct blocks"
-    if blocks.numel() and (int(blocks.min()) < first or int(blocks.max()) >= last):
-        return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
-    blocks = blocks.to(inputs.q.device)
-    of_tile = inputs.of_tile(tile)
-    with inputs.q.device:
-        scores = tile_scores_reference(*of_tile, policy, inputs.softmax_scale)[0]
-        scores[:first] = -1.0
-        listed = min(policy.listed_blocks, last - first)
-        least = float(scores.topk(listed).values[-1])
-        if listed == last - first:
-            surely = perhaps = scores >= 0.0
-        else:
-            surely = scores > (1 + _LIST_SLACK) * least
-            perhaps = scores >= (1 - _LIST_SLACK) * least
-        if not bool(perhaps[blocks].all()):
-            return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
-        mine, highest = torch.zeros_like(surely), torch.zeros_like(surely)
-        mine[blocks] = highest[scores.topk(listed).indices] = True
-        reason = ""
-        for some in (perhaps, surely | mine, highest & perhaps):  # shares depend on the list
-            lists = [some.nonzero().flatten().tolist()]
-            masses = exact_masses_reference(*of_tile, lists, policy, inputs.softmax_scale)[:, 0]
-            reason = _not_the_best(blocks, masses.amax(0), surely, _MASS_SLACK)
-            if not reason:
-                break
-    return reason
-
-
-def _not_the_best(
-    blocks: torch.Tensor, scores: torch.Tensor, competing: torch.Tensor, slack: float
-) -> str:
-    """Why ``blocks`` are not the best of those that surely compete ([blocks] bool)."""
-    certain = scores[: len(competing)][competing]
-    if len(certain) < blocks.numel():
+    if not blocks.numel():
         return ""
-    worst, best = float(scores[blocks].min()), float(certain.topk(blocks.numel()).values[-1])
-    return "" if worst >= (1 - slack) * best else f"a block of score {worst:.3e} beat {best:.3e}"
+    if int(blocks.min()) < first or int(blocks.max()) >= last:
+        return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
+    with inputs.q.device:
+        scores = tile_scores_reference(*inputs.of_tile(tile), policy, inputs.softmax_scale)[0]
+    worst = float(scores[blocks.to(scores.device)].min())
+    scores[blocks.to(scores.device)] = 0.0
+    best = float(scores[first:].max())  # of those left out
+    return "" if worst >= (1 - _SLACK) * best else f"a block of score {worst:.3e} beat {best:.3e}"
 
 
 def attend_tile(

@@ -12,8 +12,6 @@ from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import (
-    best,
-    exact_masses_reference,
     paged_attention_reference,
     select_blocks_reference,
     tile_scores_reference,
@@ -128,7 +126,7 @@ class Chosen:
     little may stand in for each other.
     """
 
-    LIST_SLACK, MASS_SLACK = 0.1, 0.03
+    SLACK = 0.1
 
     def __init__(
         self, problem: Problem, policy: SelectionPolicy | StepPolicy, k_scale: float = 1.0
@@ -154,57 +152,14 @@ class Chosen:
         if policy.scored_blocks == 0:
             return [[] for _ in found]
         scores = tile_scores_reference(q, k, positions, policy, softmax_scale)
-        first, last = policy.candidate_range(positions[0])
-        count = min(policy.listed_blocks, last - first)
+        competing = set(range(*policy.candidate_range(positions[0])))
         kept: list[list[int]] = found.tolist()
-        for head, mine in enumerate(kept):
+        for row, mine in zip(scores, kept, strict=True):
             assert mine == sorted(set(mine))
-            row = scores[head, first:last]
-            least = float(row.topk(count).values[-1])
-            low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
-            everything = count == last - first
-            surely, perhaps = (
-                {first + int(b) for b in (everything | (row >= bound)).nonzero()}
-                for bound in (high, low)
-            )
-            assert set(mine) <= perhaps
-            # shares depend a little on which of the near ties are listed
-            lists = (
-                perhaps,
-                surely | set(mine),
-                set(best(scores[head], range(first, last), count)) & perhaps,
-            )
-            assert any(
-                self._are_best(
-                    mine,
-                    surely,
-                    exact_masses_reference(
-                        q, k, positions, [sorted(some)] * len(scores), policy, softmax_scale
-                    )[:, head],
-                    self.MASS_SLACK,
-                )
-                for some in lists
-            )
+            assert set(mine) <= competing
+            left = row[sorted(competing - set(mine))]
+            assert float(row[mine].min()) >= (1 - self.SLACK) * float(left.max())
         return kept
-
-    def _are_best(
-        self,
-        mine: list[int],
-        surely: set[int],
-        masses: torch.Tensor,
-        slack: float,
-    ) -> bool:
-        """Whether no block that is surely listed has clearly more mass than one of ``mine``.
-
-        A block's mass is the largest that a sample gives it.
-
-        Args:
-            masses: ``[samples, blocks]``.
-        """
-        score, rest = masses.amax(0), sorted(surely - set(mine))
-        if not rest:
-            return True
-        return float(score[mine].min()) >= (1 - slack) * float(score[rest].max())
 
 
 def without_records(policy: SelectionPolicy) -> StepPolicy:

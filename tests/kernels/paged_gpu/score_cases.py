@@ -17,16 +17,16 @@ from unittest import mock
 import torch
 from problems import Problem, make_problem
 
+from sparsek_kernels.paged.index.block_scores import launch_scores
 from sparsek_kernels.paged.index.problem import Selection
-from sparsek_kernels.paged.index.two_step import launch_scores
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 from sparsek_kernels.paged.reference import (
     best,
     block_logits_reference,
-    candidates_reference,
     means_reference,
     sampled_queries,
+    select_blocks_reference,
 )
 from tests.kernels.gluon_interpreter import interpret
 
@@ -121,7 +121,7 @@ def check(
     """Largest error of a row's probability, and tiles compared, of ``count`` from ``first`` on.
 
     The oracle's means are rounded as the kernels' are.  Where sums are exact enough (fp32), the
-    candidates are compared too.
+    chosen blocks are compared too.
     """
     problem = make(case, dtype, device)
     rule, scale, before = case.policy, case.dim**-0.5, case.num_decodes
@@ -160,9 +160,9 @@ def check(
         worst = max(worst, error.max().item() / (case.group * len(samples)))
         compared += 1
         if dtype == torch.float32:
-            listed = candidates_reference(q, keys, positions, rule, scale)
+            chosen = select_blocks_reference(q, keys, positions, rule, scale)
             among = range(*rule.candidate_range(low))
-            assert [best(of, among, rule.listed_blocks) for of in found] == listed
+            assert [best(of, among, rule.scored_blocks) for of in found] == chosen
     return worst, compared
 
 

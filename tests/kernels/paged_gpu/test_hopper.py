@@ -12,8 +12,8 @@ from problems import Problem, make_problem, phases
 
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.index.two_step import launch as two_step_launch
-from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
+from sparsek_kernels.paged.index.block_scores import launch as block_scores_launch
+from sparsek_kernels.paged.index.block_scores import launch_scores
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 TOP_K = SelectionPolicy(num_sink=64, window_size=192, top_k=4)
-ALL = {"attend_hopper", "_score_sm90", "_list_masses_sm90"}
+ALL = {"attend_hopper", "_score_sm90"}
 STEP = [(1, 1500), (1, 65), (200, 1300), (63, 63), (130, 901), (0, 700), (1000, 1000)]
 
 
@@ -37,7 +37,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for module, selector in (
         (attend_launch, "prefill_config"),
         (launch_scores, "score_config"),
-        (launch_probabilities, "listed_config"),
     ):
         configure = getattr(module, selector)
         monkeypatch.setattr(
@@ -48,7 +47,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for module, launcher in (
         (attend_launch, "attend_hopper"),
         (launch_scores, "_score_sm90"),
-        (launch_probabilities, "_list_masses_sm90"),
     ):
         start = getattr(module, launcher)
         monkeypatch.setattr(
@@ -86,7 +84,7 @@ def test_layouts(
 @pytest.mark.parametrize("group", [2, 3, 4, 7, 8, 16])
 def test_groups(group: int, ran: Counter[str]) -> None:
     oracle_check.check(step(group=group), TOP_K)
-    assert set(ran) == (ALL if group > 2 else ALL - {"_list_masses_sm90"})  # 128 rows or more
+    assert set(ran) == ALL
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -171,7 +169,7 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
     def run(selected: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Selection, and the output over it (or over ``selected``), of the prefills."""
         out = torch.zeros_like(problem.q)
-        chosen = two_step_launch.select(problem.operands(out), prefills)
+        chosen = block_scores_launch.select(problem.operands(out), prefills)
         given = chosen if selected is None else selected
         attend_launch.attend_segment(problem.operands(out), prefills, Chosen(given))
         return chosen, out

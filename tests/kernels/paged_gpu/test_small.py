@@ -11,7 +11,7 @@ import torch
 from problems import Problem, make_problem, select_phases
 
 from sparsek_kernels.paged.index import launch as index_launch
-from sparsek_kernels.paged.index.two_step import launch as two_step_launch
+from sparsek_kernels.paged.index.block_scores import launch as block_scores_launch
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.sample import CELL_BITS, MOST_CELLS
 from tests.kernels.launched import run_launched, write_launched
@@ -198,7 +198,7 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([(1, 350), (1, 433), (60, 400)], num_decodes=2, device=DEVICE)
     oracle_check.fill(problem)
     whole = oracle_check.attend(problem, TOP_K)
-    for module in (index_launch, two_step_launch):
+    for module in (index_launch, block_scores_launch):
         monkeypatch.setattr(module, "SCRATCH_ELEMENTS", 64)
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 

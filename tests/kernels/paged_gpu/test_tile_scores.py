@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from score_cases import BOUND, HOPPER, PORTABLE, Case, check
 
-from sparsek_kernels.paged.index.two_step import launch_scores
+from sparsek_kernels.paged.index.block_scores import launch_scores
 from tests import processes
 
 HERE = Path(__file__).parent

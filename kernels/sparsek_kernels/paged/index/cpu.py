@@ -13,9 +13,6 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 
-NOTHING = 1 << 40
-"""In a list of candidates, a slot that has none: a block past the end of every sequence."""
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -32,15 +29,13 @@ Score = Callable[[Tokens], torch.Tensor]
 
 
 def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` best blocks, ``[T, Hkv, at most count]`` int64, ascending.
+    """The ``count`` best blocks, ``[T, Hkv, count]`` int64, ascending; ties go to the lower index.
 
-    Ties go to the lower index; :data:`NOTHING` stands where there are fewer.  ``scores
-    [T, Hkv, blocks]``, not negative, are overwritten; blocks ``outside`` do not compete.
+    ``scores [T, Hkv, blocks]``, not negative, are overwritten; blocks ``outside`` do not compete.
     """
     scores.masked_fill_(outside, -1.0)
-    ranked, blocks = torch.sort(scores, dim=-1, descending=True, stable=True)
-    ranked, blocks = ranked[..., :count], blocks[..., :count]
-    return blocks.masked_fill_(ranked < 0.0, NOTHING).sort(dim=-1).values
+    ranked = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return ranked[..., :count].sort(dim=-1).values
 
 
 def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> torch.Tensor:

@@ -97,25 +97,21 @@ def _select_decodes(
         here = min(requests, batch.num_decodes - first)
         step = Step(first * length, here * length)
         # Scratch of the last step is as large as of the others: its size decides what is compiled.
-        top_blocks(call, step, call.out, score(call, step, requests * length))
+        top_blocks(call, step, score(call, step, requests * length))
 
 
-def top_blocks(call: Selection, step: Step, out: torch.Tensor, scores: Scores) -> None:
-    """Write the best blocks of a step's tiles: a single token's indices, or a tile's candidates.
-
-    Args:
-        out: ``[tiles, Hkv, blocks]`` int32, rows as :func:`top_blocks_kernel` says.
-    """
+def top_blocks(call: Selection, step: Step, scores: Scores) -> None:
+    """Write the indices of a step's tiles: their best blocks."""
     batch, policy = call.batch, call.policy
     # No row of a shorter sequence is sorted, so its batch needs no kernel of its own.
     blocks = max(call.max_blocks, _fewest_blocks(policy), 16)
     warps, registers = top_warps(blocks)
     run(
         top_blocks_kernel, (step.count, call.heads),
-        out, scores.values, *pointers(batch.seq_lens, call.tiles),
+        call.out, scores.values, *pointers(batch.seq_lens, call.tiles),
         batch.seq_lens, batch.cu_seqlens_q, policy.dense_below, step.first, call.width,
-        *out.stride()[:2], *scores.strides,
-        FROM_LOGITS=scores.logit_rows > 0, COUNT=out.shape[2], MAX_BLOCKS=next_power_of_2(blocks),
+        *call.out.stride()[:2], *scores.strides,
+        FROM_LOGITS=scores.logit_rows > 0, MAX_BLOCKS=next_power_of_2(blocks),
         num_warps=warps, maxnreg=registers,
         **call.tile_keys() | ({"GROUP": scores.logit_rows} if scores.logit_rows else {}),
         **overlap_options(scores.values.device),

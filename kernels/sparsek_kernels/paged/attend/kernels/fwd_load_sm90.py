@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparsek_kernels.common.kernels.gluon_names import thread_barrier, tma_load
 from sparsek_kernels.common.kernels.plans_sm90 import plan_field, put_plan
-from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.tiles import (
     TOP_K,
     tile_list,
@@ -24,6 +23,7 @@ ROWS: gl.constexpr = gl.constexpr(64)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
 PLANS: gl.constexpr = gl.constexpr(4)
 FIELDS: gl.constexpr = gl.constexpr(17)
+NO_ROW: gl.constexpr = gl.constexpr(0x70000000)  # past every page
 
 
 @gluon.jit

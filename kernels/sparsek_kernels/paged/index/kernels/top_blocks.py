@@ -144,19 +144,17 @@ def top_blocks_kernel(
     dense_below, first_tile, width,
     stride_ot, stride_oh,
     stride_st, stride_sh, stride_sg,
-    FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, TILE: tl.constexpr, FROM_LOGITS: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, FROM_LOGITS: tl.constexpr, SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
-    COUNT: tl.constexpr, MAX_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Best blocks of one tile and KV head: a single token's selection, or a tile's candidates.
+    """The ``SCORED_BLOCKS`` best blocks of one tile and KV head, ascending, as a row of the output.
 
-    Single tokens have logits by query head (``FROM_LOGITS``), ``stride_sg`` apart, or summed
-    scores, and write their row of the output, -1 where they see everything.  Tiles (``FROM_TABLE``)
-    have summed scores, and write ``COUNT`` candidates from ``first_tile`` on, -1 where there are
-    fewer, nothing where they see everything.
-    A row has ``width`` scores; blocks past it do not compete.  ``MAX_BLOCKS`` bounds the blocks of
-    any sequence; shorter ones take a narrower path.
+    The row is that of the tile (``FROM_TABLE``) or of the single token; -1 stands where everything
+    is seen.  Scores are sums, or logits by query head (``FROM_LOGITS``), ``stride_sg`` apart.
+    A tile has ``width`` of them; blocks past it do not compete, and -1 fills the places that they
+    leave.  ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -169,20 +167,16 @@ def top_blocks_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if high < low:
         return
-    row = local if FROM_TABLE else token_of_zero + low
+    row = first_tile + local if FROM_TABLE else token_of_zero + low
     out = out_ptr + row.to(tl.int64) * stride_ot + kv_head * stride_oh
     full = tile_sees_all(
         base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
-    if full | (high < 0):
-        if not FROM_TABLE:
-            NONE: tl.constexpr = triton.next_power_of_2(COUNT)
-            none = tl.arange(0, NONE)
-            tl.store(out + none, tl.full([NONE], -1, tl.int32), mask=none < COUNT)
-        return
+    COUNT: tl.constexpr = SCORED_BLOCKS
     first = SINK_BLOCKS
     last = tl.minimum(base // SEL_BLOCK - REACH_BLOCKS, width)
-    if last - first <= COUNT:  # all of them: their scores do not matter
+    last = tl.where(full | (high < 0), first, last)
+    if last - first <= COUNT:  # none, or all of them: their scores do not matter
         WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
         offs = tl.arange(0, WIDTH)
         block = tl.where(first + offs < last, first + offs, -1)

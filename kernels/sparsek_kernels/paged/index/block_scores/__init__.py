@@ -1,4 +1,4 @@
-"""Prefill tiles in two steps: candidates by means of keys, then exact block probabilities."""
+"""Prefill tiles by scores of whole blocks: what some queries give to means of their keys."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from typing import ClassVar
 
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer
-from sparsek_kernels.paged.index.two_step import cpu
+from sparsek_kernels.paged.index.block_scores import cpu
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 
 
-class TwoStep(Indexer):
-    """A tile's blocks rank by the largest probability that one of its sampled queries gives them.
+class BlockScores(Indexer):
+    """A tile's blocks rank by the probabilities that its sampled queries give to means of 16 keys.
 
-    Means of 16 keys name the candidates; probabilities of these are of the keys themselves.  The
-    rule is docs/selection.md.
+    The rule is docs/selection.md.
     """
 
     per_token: ClassVar[bool | None] = False
@@ -24,6 +23,6 @@ class TwoStep(Indexer):
         """Return each tile's blocks; see :meth:`Indexer.select`."""
         if not operands.q.is_cuda:
             return Chosen(cpu.select(operands, segment))
-        from sparsek_kernels.paged.index.two_step import launch
+        from sparsek_kernels.paged.index.block_scores import launch
 
         return Chosen(launch.select(operands, segment))
