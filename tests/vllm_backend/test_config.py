@@ -35,7 +35,7 @@ def test_defaults() -> None:
     resolved = resolve_config(None, {})
     config = resolved.config
     assert config.mode == "block_topk"
-    assert (config.num_sink, config.window_size, config.top_k) == (64, 512, 96)
+    assert (config.num_sink, config.window_size, config.top_k) == (64, 512, 112)
     assert config.decode_tokens == DECODE_TOKENS
     assert (config.sel_block_size, config.dense_below, config.query_tile) == (64, 8192, 64)
     assert set(resolved.sources.values()) == {"defaults"}

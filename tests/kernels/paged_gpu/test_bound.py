@@ -134,3 +134,14 @@ def test_scores_end_with_their_row(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert (chosen[..., 0] >= 0).all()
         chosen, cells = chosen[chosen >= 0] & ((1 << CELL_BITS) - 1), 32
     assert ((chosen > 0) & (chosen < WIDTH * cells)).all()
+
+
+@pytest.mark.parametrize("name", ["block scores", "infllm"])
+def test_places_that_a_short_row_leaves_are_empty(name: str) -> None:
+    problem, index = prepare(name)
+    batch = replace(problem.batch, max_seq_len=BOUND, _derived={})
+    rule = replace(RULES[name], top_k=20)
+    chosen = select_launched(problem.operands(problem.q), Segment(batch, rule), index).indices
+    blocks = list(range(rule.sink_blocks, WIDTH))
+    blocks += [-1] * (rule.scored_blocks - len(blocks))
+    assert (chosen.cpu() == torch.tensor(blocks)).all()
