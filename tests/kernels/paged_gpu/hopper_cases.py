@@ -57,6 +57,7 @@ CASES = [
     ),
     Case("g4-ring", [(100, 830)], replace(TOP_K, num_sink=128, top_k=5), sinks=True),
     Case("g4-long", [(30, 2250), (70, 8500), (20, 700)], options={"heads": 1}),
+    Case("g4-one-tile", [(30, 1400)], options={"heads": 1}),
     Case(
         "g16-token-major",
         [(3, 203), (70, 450)],

@@ -207,6 +207,8 @@ def test_decodes_of_learned_indexers_find_their_kernels(
 def test_an_address_is_part_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the aligned copies of a part's tensors, kernels would be compiled again."""
     rule: Any = POLICIES["topk"]
-    known = prefills(0, 1, rule)
+    known: Any = prefills(0, 1, rule)
     monkeypatch.setattr("sparsek_kernels.paged.batch._aligned", lambda x: x)
-    assert len(prefills(1, 1, rule) - known) > 5
+    again: Any = prefills(1, 1, rule) - known
+    # tile scores on Hopper read scratch and no tensor of the batch
+    assert {one[0] for one in again} == {one[0] for one in known} - {"tile_scores_sm90_kernel"}
