@@ -82,6 +82,7 @@ def test_a_key_that_takes_all_attention_is_caught() -> None:
 
 def test_tiles_that_follow_a_list() -> None:
     q, k, v = states()
+    k += k.repeat_interleave(16, 1)[:, :LENGTH]  # of a block alike, as means can tell
     entries = torch.tensor([[5, -4, 7, 2], [-6, 1, 3, -3]], dtype=torch.int32)
     lists = block_lists(entries, POLICY)
     caught, best, share = measure(q, k, v, POLICY, DIM**-0.5, VerticalSlash(lists))
