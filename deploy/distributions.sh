@@ -7,6 +7,7 @@ if [ $# -ne 1 ]; then
     printf 'usage: bash deploy/distributions.sh FOLDER\n' >&2
     exit 2
 fi
+unset CDPATH # cd would print where it went
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

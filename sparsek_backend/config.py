@@ -98,8 +98,8 @@ class SparsityConfig(BaseModel):
     """Last tokens of a prompt that attend everything, whatever its chunks: its question sits there.
     Without effect with `query_tile` 1."""
     dense_layers: Layers = 0
-    """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
-    that the model (with its draft model) lacks are refused."""
+    """How many first layers attend everything, or a list of layer indices, counted from 0, a draft
+    model's after the model's. Layers that both lack are refused."""
     query_tile: Positive = 64
     """Prefill queries that share one selection. 1 selects per token, as a decoded token does:
     slower, and independent of chunking."""
@@ -420,6 +420,8 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, dict[str, Any
 
 def _parse(name: str, text: str) -> object:
     """Read a variable as JSON; any other text stays as it is, for the validator to refuse."""
+    if name in ("pattern", "gates"):  # a path, which may be a number
+        return text
     if name == "dense_layers" and "," in text and not text.startswith("["):
         text = f"[{text}]"
     try:

@@ -273,11 +273,18 @@ def check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The ``SPARSEK_*`` environment variables."""
+    """The ``SPARSEK_*`` environment variables, and the file that they may name."""
+    mode = environ.get("SPARSEK_MODE", "").strip()
     try:
-        from sparsek_backend.config import resolve_config
+        from sparsek_backend.config import check_values, resolve_config
+        from sparsek_backend.vllm_backend.settings import prefill_pattern
 
+        if mode in ("infllm", "nsa") or (mode == "seer" and not environ.get("SPARSEK_GATES")):
+            check_values(None, environ)
+            yield Finding("settings", "note", f"mode={mode}; the rest is the model's to say")
+            return
         resolved = resolve_config(None, environ)
+        prefill_pattern(resolved)
     except ModuleNotFoundError as error:
         yield _problem("settings", f"{error.name} is not installed", f"pip install {error.name}")
         return
@@ -309,12 +316,12 @@ def check_model() -> Iterator[Finding]:
     from sparsek_backend.models import MODEL_FOLDER, cache_root, verify_model
 
     folder: Path = cache_root() / MODEL_FOLDER
-    if not folder.exists():
-        yield Finding("small model", "note", "not fetched yet", "sparsek model fetch")
-        return
     try:
+        if not folder.exists():
+            yield Finding("small model", "note", "not fetched yet", "sparsek model fetch")
+            return
         verify_model(folder)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         yield Finding("small model", "warning", str(error), "sparsek model fetch")
         return
     yield Finding("small model", "ok", str(folder))

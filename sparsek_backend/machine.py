@@ -75,10 +75,15 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Short commit of the checkout that this file lies in, `+` when it has local changes."""
-    folder = str(Path(__file__).resolve().parent)
-    command = ["git", "-C", folder, "describe", "--always", "--dirty=+", "--exclude=*"]
-    return _output(command).strip()
+    """Short commit of the checkout that has this file, `+` when it has local changes.
+
+    An environment in a user's own checkout lies in that one's folder, and has no commit.
+    """
+    here = Path(__file__).resolve()
+    git = ["git", "-C", str(here.parent)]
+    if not _output([*git, "ls-files", here.name]):
+        return ""
+    return _output([*git, "describe", "--always", "--dirty=+", "--exclude=*"]).strip()
 
 
 def _output(command: list[str]) -> str:

@@ -150,6 +150,8 @@ def _ensure(recipe: _Recipe, directory: Path, progress: Progress) -> Path:
     target = directory.expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"directory must be a folder or not exist yet, got the file {target}")
+    if _marker_problem(target, recipe) is None:  # without a lock: the disk may be read-only
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with _exclusive(target):
         for leftover in target.parent.glob(f".{target.name}.partial-*"):

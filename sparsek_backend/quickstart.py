@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the quickstart; return its exit status (0 when both answers are right)."""
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, _stop_on_signal)
+    exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = ",".join(filter(None, (exempt, HOST)))  # pip may need a proxy
     try:
         return _run(options)
     except (ServerError, ValueError, RuntimeError, OSError) as error:

@@ -43,8 +43,14 @@ class SeerSelection(BaseModel):
         Raises:
             ConfigError: it is no such folder, or its gates are computed in another way.
         """
-        folder = Path(gates).expanduser() if isinstance(gates, str | Path) else None
-        weights = [folder / name for name in WEIGHTS if (folder / name).is_file()] if folder else []
+        try:
+            folder = Path(gates).expanduser() if isinstance(gates, str | Path) else None
+            files = [folder / name for name in WEIGHTS] if folder else []
+            weights = [path for path in files if path.is_file()]
+        except (OSError, RuntimeError) as error:  # nobody may look, or there is no such user
+            raise ConfigError(
+                f"SPARSEK setting gates: got {shown(gates)}: {error}; {_REMEDY}"
+            ) from None
         if folder is None or not weights:
             raise ConfigError(
                 "SPARSEK setting gates: mode 'seer' expected a folder with config.json and "

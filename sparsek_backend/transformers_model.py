@@ -27,6 +27,8 @@ __all__ = ["NSALlamaForCausalLM", "NSALlamaHFConfig"]
 class NSALlamaCache:
     """The caches of all layers, as ``past_key_values``; they grow as tokens come."""
 
+    is_compileable = False  # ``generate`` asks
+
     def __init__(self, layers: list[NSACache]) -> None:
         self.layers = layers
 
@@ -84,12 +86,15 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         return False
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, past_key_values: NSALlamaCache | None = None, **given: Any
+        self, input_ids: torch.Tensor, past_key_values: NSALlamaCache | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The tokens that the cache has not seen, and the cache."""
+        """The tokens that the cache has not seen, and the cache.
+
+        ``generate`` passes a mask on because the last argument has this name.
+        """
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         names = ("attention_mask", "use_cache", "logits_to_keep")
-        passed = {name: given[name] for name in names if name in given}
+        passed = {name: kwargs[name] for name in names if name in kwargs}
         return {"input_ids": input_ids[:, seen:], "past_key_values": past_key_values, **passed}
 
     def forward(

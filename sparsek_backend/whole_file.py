@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
+from secrets import token_hex
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -12,7 +12,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
     The file gets the permissions of any new file.  safetensors would let its owner alone read it.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # Writers on other machines, and in other containers, may have the same process id.
+    beside = path.with_name(f".{path.name}.{token_hex(8)}")
     try:
         beside.touch()
         mode = beside.stat().st_mode & 0o777

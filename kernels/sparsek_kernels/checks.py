@@ -11,6 +11,7 @@ from collections.abc import MutableMapping
 from itertools import pairwise
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the kernels
@@ -26,7 +27,10 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Check rank, fixed sizes (the integers of ``shape``), dtype and device of a tensor."""
+    """Check rank, fixed sizes (the integers of ``shape``), dtype and device of a tensor.
+
+    One that carries a tangent of forward-mode differentiation is refused.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     matches = value.dim() == len(shape)
@@ -42,6 +46,11 @@ def check_tensor(
         raise TypeError(f"{name}: expected dtype {names}, got {value.dtype}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected device {device}, got {value.device}")
+    if forward_ad.unpack_dual(value).tangent is not None:  # which operators would drop
+        raise NotImplementedError(
+            f"{name}: forward-mode differentiation (torch.func.jvp) is not supported; "
+            "differentiate backward, or use torch's scaled_dot_product_attention"
+        )
     return value
 
 

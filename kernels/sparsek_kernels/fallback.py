@@ -139,6 +139,7 @@ def paged_fallback(
     *,
     reason: str,
     bidirectional_ranges: Sequence[Ranges] | None = None,
+    requests: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`sdpa_fallback` over a paged cache: the pages of each sequence are gathered first.
@@ -150,13 +151,14 @@ def paged_fallback(
         k_cache: ``[num_pages, Hkv, page_size, D]``.
         v_cache: ``[num_pages, Hkv, page_size, Dv]``.
         batch: the step's sequences and their pages; the rest as in :func:`sdpa_fallback`.
+        requests: which of them to attend; default: all.
     """
     count_fallback(reason)
     if out is None:
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-    for request, length in enumerate(lengths):
-        rows = slice(starts[request], starts[request + 1])
+    for request in range(len(lengths)) if requests is None else requests:
+        rows, length = slice(starts[request], starts[request + 1]), lengths[request]
         if rows.start == rows.stop:
             continue
         pages = batch.block_table[request].long()

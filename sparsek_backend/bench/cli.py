@@ -102,18 +102,18 @@ def kernels(
         console.print(label, style="dim", highlight=False)
         try:
             new = run_case(bench_op, one, where, machine, ceilings, budget_ms)
-        except (ValueError, TypeError, RuntimeError) as error:
+            rows += new
+            write_csv(path, rows)
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise fail(f"{bench_op.name} {one.name}: {error}") from error
-        rows += new
         print_case(console, new)
-        write_csv(path, rows)
     results = check_bars(chosen, rows)
     print_bars(console, results)
-    console.print(f"wrote {path}")
+    typer.echo(f"wrote {path}")
     try:
         for png in plot_csv(path, out):
-            console.print(f"wrote {png}")
-    except ImportError as error:
+            typer.echo(f"wrote {png}")
+    except (ImportError, OSError) as error:
         console.print(f"no plots: {error}", markup=False)
     broken = [
         row for row in rows if row.provider == OURS and row.status in ("gate failed", "error")
@@ -183,14 +183,15 @@ def serve(
     commit: Annotated[str, _COMMIT] = "",
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
-    with failing_on(ValueError, ImportError, RuntimeError):
+    with failing_on(ValueError, ImportError, RuntimeError, OSError):
+        out.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = asdict(cases)
         wanted = parse_cases(options.pop("context") or [2048], options.pop("requests") or [1])
         plan = ServePlan(cases=wanted, engine=engine.arguments(), **options, **backends.parsed())
         rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
-    console.print(serve_table(rows))
-    for path in write_results(out, name, rows):
-        console.print(f"wrote {path}")
+        console.print(serve_table(rows))
+        for path in write_results(out, name, rows):
+            typer.echo(f"wrote {path}")
 
 
 @dataclass(frozen=True)
@@ -260,16 +261,16 @@ def load(
     commit: Annotated[str, _COMMIT] = "",
 ) -> None:
     """Goodput under a server's load: vLLM's own backend and SPARSEK, each at its best rate."""
-    with failing_on(ValueError, ImportError, RuntimeError):
+    with failing_on(ValueError, ImportError, RuntimeError, OSError):
         plan = options.plan(rates=tuple(rate), engine=engine.arguments(), **backends.parsed())
         console.print(sessions_table(plan))
         machine = describe_machine(choose_device(), commit)
         rows = run_load(plan, machine, out / f"{name}.jsonl", _say)
-    console.print(load_table(plan, rows))
-    for line in open_ends(rows):
-        console.print(line, highlight=False)
-    for path in write_load(out, name, plan, rows):
-        console.print(f"wrote {path}")
+        console.print(load_table(plan, rows))
+        for line in open_ends(rows):
+            console.print(line, highlight=False)
+        for path in write_load(out, name, plan, rows):
+            typer.echo(f"wrote {path}")
 
 
 def _say(line: str) -> None:
@@ -283,7 +284,7 @@ def compare(
     tolerance: Annotated[float, typer.Option(help="Slower by more than this share fails.")] = 0.05,
 ) -> None:
     """Ratios of our rows of two result files; exit 1 on a regression beyond --tolerance."""
-    with failing_on(ValueError):
+    with failing_on(ValueError, OSError):
         pairs = compare_rows(read_csv(a), read_csv(b), tolerance)
     print_comparison(console, pairs)
     if regressions := sum(pair.regressed for pair in pairs):
@@ -297,9 +298,9 @@ def plot(
     out: Annotated[Path, typer.Option(help="Folder for the PNGs.")],
 ) -> None:
     """Draw the plots of a result file again."""
-    with failing_on(ValueError, ImportError):
+    with failing_on(ValueError, ImportError, OSError):
         for png in plot_csv(csv, out):
-            console.print(f"wrote {png}")
+            typer.echo(f"wrote {png}")
 
 
 def _default_yaml(device: str) -> list[Path]:

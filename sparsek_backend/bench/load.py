@@ -41,7 +41,7 @@ class LoadPlan(Plan):
         if self.only not in (None, *self.backends):
             names = " or ".join(self.backends)
             raise ValueError(f"only: expected {names}, got {self.only!r}")
-        if not self.rates or min(self.rates) <= 0:
+        if not self.rates or not all(rate > 0 for rate in self.rates):
             raise ValueError(f"rate: expected positive numbers, got {self.rates}")
         if self.budget <= 0:
             raise ValueError(f"budget_seconds: expected a positive number, got {self.budget}")

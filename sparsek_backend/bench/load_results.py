@@ -87,7 +87,9 @@ class LoadFile:
         self._path, self._here = path, dict(machine)
         if not read_rows(path):
             self.add({"plan": plan, "machine": machine})
-        heads = [line for line in read_rows(path) if "plan" in line]
+        heads = [line for line in read_rows(path) if line.keys() >= {"plan", "machine"}]
+        if not heads:
+            raise ValueError(f"name: {path} is no file of `sparsek bench load`; give another name")
         self.machine: dict[str, Any] = heads[0]["machine"]
         for head in heads:
             self._refuse_other(head["plan"], json.loads(json.dumps(plan)))

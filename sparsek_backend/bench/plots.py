@@ -81,5 +81,6 @@ def _draw_time(axes: Any, y: int, row: Row, colour: str) -> None:
     low, high = row.p20_ms or ms, row.p80_ms or ms
     spread = [[max(ms - low, 0)], [max(high - ms, 0)]]
     axes.errorbar([ms], [y], xerr=spread, fmt="o", color=colour)  # a log axis has no zero for bars
-    rate = f"{row.tflops:.0f} TFLOP/s" if (row.tflops or 0) >= 50 else f"{row.tb_s:.2g} TB/s"
-    axes.text(max(high, ms), y, f"   {ms:.3g} ms, {rate}", va="center", fontsize=7)
+    rate = f", {row.tb_s:.2g} TB/s" if row.tb_s else ""
+    rate = f", {row.tflops:.0f} TFLOP/s" if (row.tflops or 0) >= 50 else rate
+    axes.text(max(high, ms), y, f"   {ms:.3g} ms{rate}", va="center", fontsize=7)

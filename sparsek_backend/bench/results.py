@@ -65,7 +65,7 @@ def read_csv(path: Path) -> list[Row]:
     """Read rows that `write_csv` wrote.
 
     Raises:
-        ValueError: the file is missing or its columns are not a result file's.
+        ValueError: the file is missing or cut off, or its columns are not a result file's.
     """
     if not path.is_file():
         raise ValueError(f"results: expected a CSV file, got {str(path)!r} which does not exist")
@@ -75,8 +75,13 @@ def read_csv(path: Path) -> list[Row]:
         missing = names - set(reader.fieldnames or ())
         if missing:
             raise ValueError(f"results: {path} lacks the columns {sorted(missing)}")
-        found = ({name: record[name] for name in names if record[name]} for record in reader)
-        return [_ROW.validate_python(row) for row in found]
+        found = []
+        for record in reader:
+            if None in record.values():
+                raise ValueError(f"results: line {reader.line_num} of {path} is cut off")
+            row = {name: record[name] for name in names if record[name]}
+            found.append(_ROW.validate_python(row))
+        return found
 
 
 def speedup(rows: Iterable[Row], ours: Row) -> dict[str, float]:

@@ -29,10 +29,15 @@ def run_case(
 
     Args:
         budget_ms: time for the samples, all providers together.
+
+    Raises:
+        ValueError: the op has none of the case's providers.
     """
     rows: list[Row] = []
     green: list[tuple[Row, Provider, Timed]] = []
+    names: list[str] = []
     for provider in op.build(case, device):
+        names.append(provider.name)
         if case.providers and provider.name not in case.providers:
             continue
         row, timed = _admit(op, case, provider, device, machine, ceilings)
@@ -40,6 +45,9 @@ def run_case(
             rows.append(row)
         else:
             green.append((row, provider, timed))
+    if not rows and not green:
+        given = ", ".join(case.providers)
+        raise ValueError(f"providers: expected some of {', '.join(names)}, got {given}")
     if green:
         calls = [timed for _, _, timed in green]
         timings = time_interleaved(calls, device=device, budget_ms=budget_ms)

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsek_backend.distributed.exchange import Fetch
-from sparsek_backend.distributed.layouts import SequenceLayout, check_mesh, check_shard
+from sparsek_backend.distributed.layouts import SequenceLayout, check_layout, check_shard
 from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.distributed.rows import Range, Transfers, plan_transfers
 from sparsek_kernels import block_sparse_attention
@@ -182,9 +182,9 @@ def context_parallel_block_sparse_attention(
             among the ranks; the message names it.
         RuntimeError: a rank failed, or did not answer within the process group's timeout.
     """
-    check_mesh(mesh, layout)
     channel = channel_of(mesh)
     with channel.agreed() as facts:
+        check_layout(layout, mesh)
         facts["layout"] = layout
         check_qkv(q, k, v)
         check_shard("q", q, layout)

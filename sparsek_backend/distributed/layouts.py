@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparsek_backend.distributed.mesh import channel_of
+from sparsek_backend.distributed.mesh import channel_of, check_mesh
 from sparsek_backend.distributed.rows import Ownership, stacked
 from sparsek_kernels.checks import check_int
 
@@ -174,20 +174,14 @@ class SequenceLayout:
         return torch.cat(parts)
 
 
-def check_mesh(mesh: DeviceMesh, layout: SequenceLayout) -> None:
-    """Check that a mesh has one dimension with the ranks of a layout."""
+def check_layout(layout: SequenceLayout, mesh: DeviceMesh) -> None:
+    """Check that a layout is for as many ranks as a mesh has."""
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout: expected a SequenceLayout, got {type(layout).__name__}")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass mesh['name']")
     if mesh.size() != layout.world_size:
         raise ValueError(
             f"mesh: expected {layout.world_size} ranks as in the layout, got {mesh.size()}"
         )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh: expected it to hold this rank, {dist.get_rank()}, got {mesh}")
 
 
 def check_shard(name: str, x: torch.Tensor, layout: SequenceLayout) -> None:
@@ -213,7 +207,8 @@ def shard(x: torch.Tensor, mesh: DeviceMesh, layout: SequenceLayout, dim: int = 
     Raises:
         ValueError: another number of tokens, or a mesh of another size.
     """
-    check_mesh(mesh, layout)
+    check_mesh(mesh)
+    check_layout(layout, mesh)
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.num_tokens:
         raise ValueError(
             f"x: expected {layout.num_tokens} tokens in dimension {dim}, got shape {list(x.shape)}"
@@ -238,18 +233,20 @@ def unshard(
     Raises:
         ValueError: on every rank, where one has another shape; a mesh of another size.
     """
-    check_mesh(mesh, layout)
     channel = channel_of(mesh)
     with channel.agreed() as facts:
+        check_layout(layout, mesh)
         facts.update(x=(tuple(x.shape), str(x.dtype)), dim=dim, layout=layout)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.tokens_per_rank:
             raise ValueError(
                 f"x: expected {layout.tokens_per_rank} tokens in dimension {dim}, "
                 f"got shape {list(x.shape)}"
             )
-    shards = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(channel.size)]
-    with channel.watched():
-        dist.all_gather(shards, x.detach().contiguous(), group=channel.group)
+    mine = x.detach().contiguous()
+    shards = [torch.empty_like(mine) for _ in range(channel.size)]
+    with channel.watched():  # as bytes: gloo does not know all dtypes
+        whole = [y.view(torch.uint8) for y in shards]
+        dist.all_gather(whole, mine.view(torch.uint8), group=channel.group)
     parts = []
     for part, ranges in zip(shards, layout.chunks, strict=True):
         sizes = [hi - lo for lo, hi in ranges]

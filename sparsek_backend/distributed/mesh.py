@@ -92,14 +92,15 @@ class Channel:
 
         Raises:
             TypeError: what a rank raised inside, on every rank.
-            ValueError: the same; or an argument that differs among the ranks.
             NotImplementedError: the same.
+            ValueError: the same, and on the other ranks where one raised anything else; or an
+                argument that differs among the ranks.
         """
         facts: Facts = {}
         failure: Exception | None = None
         try:
             yield facts
-        except tuple(_ERRORS.values()) as error:
+        except Exception as error:  # of any kind: the others wait for this rank's word
             failure = error
         mine = int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "big")
         word = torch.tensor([-1 if failure else mine], device="cpu")
@@ -138,8 +139,19 @@ def _timeout(group: dist.ProcessGroup, kind: str) -> Any:
 _channels: MutableMapping[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 
 
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Check that a mesh has one dimension, and this rank in it."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass mesh['name']")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh: expected it to hold this rank, {dist.get_rank()}, got {mesh}")
+
+
 def channel_of(mesh: DeviceMesh) -> Channel:
     """The channel of a mesh of one dimension, made when all its ranks first ask for it."""
+    check_mesh(mesh)
     group = mesh.get_group()
     if group not in _channels:
         _channels[group] = Channel(group)

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparsek_backend.distributed.calls import offsets_of, on_device
 from sparsek_backend.distributed.chosen import Chosen, fetch_chosen
 from sparsek_backend.distributed.exchange import Fetch
-from sparsek_backend.distributed.layouts import SequenceLayout, check_mesh, check_shard
+from sparsek_backend.distributed.layouts import SequenceLayout, check_layout, check_shard
 from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.distributed.nsa_calls import NSACall, NSASettings
 from sparsek_backend.distributed.nsa_plan import NSAPlan, plan_nsa
 from sparsek_kernels import nsa_compress
 from sparsek_kernels.checks import DTYPES, check_int, check_query, check_scale, check_tensor
+from sparsek_kernels.nsa.api import check_phi
 from sparsek_kernels.nsa.checks import check_pair
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.spec import NSASpec
@@ -91,6 +92,7 @@ def _check(
     layout: SequenceLayout,
     compression: Compression | None,
     sliding: tuple[torch.Tensor, torch.Tensor] | None,
+    spec: NSASpec,
     window_size: int,
 ) -> list[torch.Tensor]:
     """Check the tensors of a call and return them."""
@@ -107,8 +109,13 @@ def _check(
     for gate in gates:
         check_tensor("gates", gate, tuple(q.shape[:3]), DTYPES, q.device)
     check_int("window_size", window_size, 1)
-    weights = [] if compression is None else [compression.phi_k, compression.phi_v]
-    return [q, k, *like.values(), *gates, *(x for phi in weights if phi is not None for x in phi)]
+    tensors = [q, k, *like.values(), *gates]
+    phis = () if compression is None else (compression.phi_k, compression.phi_v)
+    for name, phi in zip(("phi_k", "phi_v"), phis, strict=False):
+        if phi is not None:
+            check_phi(f"compression.{name}", phi, k, spec)
+            tensors += phi
+    return tensors
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -159,11 +166,11 @@ def context_parallel_nsa_attention(
             among the ranks; the message names it.
         RuntimeError: a rank failed, or did not answer within the process group's timeout.
     """
-    check_mesh(mesh, layout)
     channel = channel_of(mesh)
     spec = spec or NSASpec()
     with channel.agreed() as facts:
-        tensors = _check(q, k, v, gates, layout, compression, sliding, window_size)
+        check_layout(layout, mesh)
+        tensors = _check(q, k, v, gates, layout, compression, sliding, spec, window_size)
         scale = check_scale(softmax_scale, q.shape[3])
         if gather not in ("all", "chosen"):
             raise ValueError(f"gather: expected 'all' or 'chosen', got {gather!r}")

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsek_backend.distributed.halo import HaloAttention, plan_halo
-from sparsek_backend.distributed.layouts import SequenceLayout, check_mesh, check_shard
+from sparsek_backend.distributed.layouts import SequenceLayout, check_layout, check_shard
 from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.distributed.ring import RingAttention, plan_ring
 from sparsek_kernels.sink_window.checks import check_arguments
@@ -62,9 +62,9 @@ def context_parallel_sink_flash_attention(
             among the ranks; the message names it.
         RuntimeError: a rank failed, or did not answer within the process group's timeout.
     """
-    check_mesh(mesh, layout)
     channel = channel_of(mesh)
     with channel.agreed() as facts:
+        check_layout(layout, mesh)
         facts["layout"] = layout
         spec = check_arguments(q, k, v, num_sink, window_size, causal, sinks, softmax_scale)
         check_shard("q", q, layout)

@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from sparsek_backend.command_line import commands, failing_on, grouped, refuse_set
 from sparsek_backend.csv_file import write_csv_file
@@ -32,8 +32,15 @@ from sparsek_backend.eval.options import (
 from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
-from sparsek_backend.eval.record import read_rows
-from sparsek_backend.eval.results import collect_runs, compare_runs, read_results, warnings_of
+from sparsek_backend.eval.record import read_scores
+from sparsek_backend.eval.results import (
+    Run,
+    collect_runs,
+    compare_runs,
+    read_results,
+    rows_of,
+    warnings_of,
+)
 from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tables import result_tables
@@ -45,7 +52,7 @@ from sparsek_backend.pyplot import import_pyplot
 
 # Plain help: in panels, the widest option would leave no room for what the options mean.
 app = commands()
-console = Console()
+console = Console(markup=False)  # labels and paths may have brackets
 _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
 
 Scoring = Callable[..., str]
@@ -111,7 +118,7 @@ def evaluate(
         found, file = take_prompts(prompts, asked, tokenizer, what, kept)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
         keys = run_all(found, [(x, partial(run, place)) for x, run in runs.items()], gpus)
-        _report(place.record, keys, commit)
+        _report(place.record, collect_runs(rows_of(place.record, found.prompts), keys), commit)
 
 
 @app.command("prompts")
@@ -128,7 +135,7 @@ def make_prompt_file(
         asked.check()
         tokenizer = partial(HubTokenizer, model, asked.chat)
         found, _ = take_prompts(None, asked, tokenizer, model, out)
-    console.print(f"wrote {len(found.prompts)} prompts to {out}")
+    typer.echo(f"wrote {len(found.prompts)} prompts to {out}")
 
 
 @app.command("report")
@@ -141,7 +148,9 @@ def report(
 ) -> None:
     """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
     with _mendable():
-        _report(record, None, commit)
+        if record.suffix != ".jsonl":  # the results take its name, with other endings
+            raise ValueError(f"record: expected a .jsonl file, got {record}")
+        _report(record, collect_runs(read_scores(record)), commit)
 
 
 @app.command("picture")
@@ -158,7 +167,7 @@ def draw_picture(
     """
     with _mendable():
         out.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"wrote {plot_results(read_results(results), out, served)}")
+        typer.echo(f"wrote {plot_results(read_results(results), out, served)}")
 
 
 @app.command("mass")
@@ -200,8 +209,8 @@ def measure_mass(
         title = f"{Path(model).name}, {budget}, {prompt.length} tokens, {prompt.task}"
         for phase in PHASES:
             console.print(mean_of(masses, phase))
-        console.print(f"wrote {write_csv_file(out / f'{name}.csv', masses, digits=6)}")
-        console.print(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
+        typer.echo(f"wrote {write_csv_file(out / f'{name}.csv', masses, digits=6)}")
+        typer.echo(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
 
 
 def take_prompts(
@@ -224,12 +233,14 @@ def run_all(
     asked: PromptSet, runs: Sequence[tuple[str, Scoring]], gpus: Sequence[str | None] = (None,)
 ) -> list[str]:
     """Run everything under one progress bar, one run on each of ``gpus`` at a time; their keys."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     free: SimpleQueue[str | None] = SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
     with (
-        Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress,
+        Progress(
+            *columns, TimeElapsedColumn(), console=Console(stderr=True, markup=False)
+        ) as progress,
         ThreadPoolExecutor(len(gpus)) as pool,
     ):
         bar = progress.add_task("", total=len(runs) * len(asked.prompts))
@@ -250,13 +261,12 @@ def run_all(
         return list(pool.map(run, *zip(*runs, strict=True)))
 
 
-def _report(record: Path, keys: Sequence[str] | None, commit: str) -> None:
-    runs = collect_runs(read_rows(record), keys)
+def _report(record: Path, runs: Sequence[Run], commit: str) -> None:
     rows = compare_runs(runs)
     for table in result_tables(rows):
         console.print(table)
     for warning in warnings_of(rows):
-        console.print(f"[yellow]warning[/yellow] {escape(warning)}", highlight=False)
+        console.print(Text.assemble(("warning", "yellow"), f" {warning}"))
     model = runs[0].about["model"]
     document = {
         "model": model,
@@ -271,4 +281,4 @@ def _report(record: Path, keys: Sequence[str] | None, commit: str) -> None:
     full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     write_csv_file(csv, rows, digits=6)
     for path in (csv, full, plot_results({model: rows}, picture)):
-        console.print(f"wrote {path}")
+        typer.echo(f"wrote {path}")

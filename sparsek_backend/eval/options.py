@@ -170,12 +170,14 @@ def arms_of(text: str) -> list[str]:
     """A budget, half and twice of what it selects, and a window of as many tokens with its sinks.
 
     Raises:
-        ValueError: no ``block_topk`` budget.
+        ValueError: no ``block_topk`` budget, or one of which there is no half.
     """
     budget = parse_budget(text)
     if budget.config.mode != "block_topk":
         raise ValueError(f"arms: expected a block_topk budget, got {text!r}")
     blocks, pairs = budget.config.top_k, budget.config.decode_tokens // 2
+    if min(blocks, pairs) < 2:
+        raise ValueError(f"arms: expected 2 blocks and 4 decode_tokens at least, got {text!r}")
     sized = ("top_k=", "decode_tokens=")
     rest = "".join(f",{x}" for x in text.split(",")[1:] if not x.startswith(sized))
     half, twice = (

@@ -30,7 +30,7 @@ def plot_results(
         served: the CSV of `sparsek bench serve`, whose speed-ups are drawn below.
 
     Raises:
-        ValueError: ``served`` is no such file.
+        ValueError: no results, or ``served`` is no such file.
     """
     pyplot = import_pyplot()
     shown: list[Row] = []
@@ -38,6 +38,8 @@ def plot_results(
         asked = [row for row in rows if row["variant"] != "text"] or rows
         means = [row for row in asked if row["task"] == MEAN] or asked
         shown += [{**row, "model": model} for row in means]
+    if not shown:
+        raise ValueError("results: expected scores to draw, found none")
     labels, variants = (dict.fromkeys(row[of] for row in shown) for of in ("label", "variant"))
     drawn = [name for name in _DRAWN if any(name in row for row in shown)]
     speeds = {} if served is None else _read_speeds(served)
@@ -106,7 +108,7 @@ def _read_speeds(path: Path) -> dict[str, dict[int, float]]:
             for name, what in _TIMED.items():
                 label = f"{ours['model']}, {requests} requests: {what}"
                 found.setdefault(label, {})[int(context)] = float(theirs[name]) / float(ours[name])
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: expected the CSV of `sparsek bench serve`: {reason}") from error
     return found

@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sparsek_backend.eval.prompt import Prompt, Tokens, make_text
+from sparsek_backend.whole_file import write_whole
 
 FORMAT = 1
 _PROMPT = TypeAdapter(Prompt)
@@ -63,8 +64,10 @@ def save_prompts(path: Path, prompts: PromptSet) -> None:
         "prompts": rows,
     }
     data = json.dumps(document, separators=(",", ":")).encode()
+    data = gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
+    # as a whole: another evaluation in the folder may be about to read the same prompts
+    write_whole(path, lambda beside: beside.write_bytes(data))
 
 
 def load_prompts(path: Path) -> PromptSet:

@@ -21,6 +21,11 @@ from sparsek_backend.eval.prompt import Prompt
 
 Row = dict[str, Any]
 _IDENTITY = ("task", "variant", "length", "index", "digest")
+_DUE = {
+    "run": {"label", "settings", "known"},
+    "prompt": {*_IDENTITY, "accuracy", "correct", "nll"},
+}
+"""What a line of a kind has, beside its kind and run."""
 
 
 def run_key(parts: Mapping[str, Any]) -> str:
@@ -61,6 +66,23 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def read_scores(path: Path) -> list[Row]:
+    """The rows of a record of an evaluation.
+
+    Raises:
+        ValueError: the file is another.
+    """
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        due = {"kind", "run", *_DUE.get(row.get("kind", ""), ())}
+        if lacking := ", ".join(sorted(due - row.keys())):
+            raise ValueError(
+                f"record: expected a record of `sparsek eval`, in {path} line {number} lacks "
+                f"{lacking}"
+            )
+    return rows
+
+
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append lines, in place of half a line at the end; several processes may."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +95,6 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def pending(prompts: Iterable[Prompt], record: Path, run: str) -> list[Prompt]:
     """The prompts that a run has not scored yet."""
-    rows = read_rows(record)
+    rows = read_scores(record)
     done = {identity(row) for row in rows if (row["kind"], row["run"]) == ("prompt", run)}
     return [prompt for prompt in prompts if identity(prompt_row(prompt)) not in done]

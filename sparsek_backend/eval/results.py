@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.prompt import Prompt
-from sparsek_backend.eval.record import Row, identity, prompt_row, read_rows
+from sparsek_backend.eval.record import Row, identity, prompt_row, read_scores
 from sparsek_backend.eval.stats import divergence, mcnemar, mean_interval
 
 MEAN = "mean"
@@ -32,19 +32,12 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
     """The runs of a record, in order.
 
     Args:
-        keys: the runs wanted; ``None`` takes the latest of every label.
+        keys: the runs wanted; ``None`` takes the latest of every label, dense attention first:
+            of engines side by side, any may begin the record.
 
     Raises:
-        ValueError: no run, one that is not in the record, or a line of another kind of file.
+        ValueError: no run, or one that is not in the record.
     """
-    for number, row in enumerate(rows, 1):
-        due = {"kind", "run"}
-        if row.get("kind") == "run":
-            due |= {"label", "settings", "known"}
-        if lacking := ", ".join(sorted(due - row.keys())):
-            raise ValueError(
-                f"record: expected a record of `sparsek eval`, line {number} lacks {lacking}"
-            )
     about: dict[str, Row] = {}
     latest: dict[str, str] = {}
     for row in rows:
@@ -52,7 +45,8 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
             seconds = about.get(row["run"], {}).get("seconds", 0.0) + row.get("seconds", 0.0)
             about[row["run"]] = {**row, "seconds": seconds}
             latest[row["label"]] = row["run"]
-    keys = list(latest.values()) if keys is None else keys
+    if keys is None:
+        keys = sorted(latest.values(), key=lambda key: about[key]["label"] != "dense")
     if not keys or not about.keys() >= set(keys):
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
     scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}
@@ -124,14 +118,19 @@ def _compare(groups: Sequence[Sequence[Row]], *, is_reference: bool) -> Row:
     return cell | dict(zip(("lost", "gained", "mcnemar_p"), tested, strict=True))
 
 
+def rows_of(record: Path, prompts: Sequence[Prompt]) -> list[Row]:
+    """The rows of a record, which may hold other prompts too, without the scores of these."""
+    asked = {identity(prompt_row(prompt)) for prompt in prompts}
+    return [x for x in read_scores(record) if x["kind"] != "prompt" or identity(x) in asked]
+
+
 def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str) -> Row:
     """The length and variant at which a run adds most NLL to the reference's: its row.
 
-    The highest end of the interval counts.  The record may hold other prompts too.
+    The highest end of the interval counts.
     """
-    asked = {identity(prompt_row(prompt)) for prompt in prompts}
-    rows = [x for x in read_rows(record) if x["kind"] != "prompt" or identity(x) in asked]
-    rows = [x for x in compare_runs(collect_runs(rows, [reference, run])) if "delta_nll" in x]
+    runs = collect_runs(rows_of(record, prompts), [reference, run])
+    rows = [x for x in compare_runs(runs) if "delta_nll" in x]
     cells = [row for row in rows if row["task"] in (MEAN, "text")] or rows
     return max(cells, key=lambda row: float(row["delta_nll_high"]))
 

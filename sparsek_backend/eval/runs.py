@@ -176,9 +176,10 @@ def run_server(
     """Score what the record lacks of a server, written ``[LABEL=]URL``; returns the run's key."""
     label, url = server_of(text)
     scorer = ServedScorer(url, served_model)
-    key = run_key({"url": url, "label": label, "model": scorer.model})
+    about = _run_row("", place, label, scorer.model)
+    key = run_key({"url": url, "sparsek": __version__, **about})
     place.missing(key, on_progress)
-    append_rows(place.record, [_run_row(key, place, label, scorer.model)])
+    append_rows(place.record, [about | {"run": key}])
     place.score(scorer.reply, key, _SERVER_BATCH, on_progress)
     return key
 

@@ -6,8 +6,10 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
 from threading import Semaphore
 from typing import Any
 
@@ -43,7 +45,8 @@ class ServedScorer(Tokenizer):
             )
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
-        listed = [entry["id"] for entry in self._call("/v1/models", None).get("data", ())]
+        with self._reading("/v1/models"):
+            listed = [entry["id"] for entry in self._call("/v1/models", None).get("data", ())]
         if not listed:
             raise ServerError(
                 f"base-url: expected an OpenAI server, {self._root}/v1/models lists no model"
@@ -55,7 +58,11 @@ class ServedScorer(Tokenizer):
     def read(self, text: str, *, special: bool = False) -> Tokens:
         """Token ids as the server finds them."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": special}
-        return tuple(int(token) for token in self._call("/tokenize", body)["tokens"])
+        with self._reading("/tokenize"):
+            found = tuple(int(token) for token in self._call("/tokenize", body)["tokens"])
+            if text.strip() and not found:  # prompts would be filled without end
+                raise ValueError(f"{text[:20]!r} has no tokens")
+        return found
 
     def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
         """Answer prompts greedily, and read their targets as ends of prompts.
@@ -66,19 +73,31 @@ class ServedScorer(Tokenizer):
             return list(pool.map(self._reply, prompts))
 
     def _reply(self, prompt: Prompt) -> Reply:
-        asks = prompt.variant != "text"
-        text = str(self._complete(prompt.ids, prompt.max_tokens)["text"]) if asks else ""
-        tokens = [*prompt.ids, *prompt.target]
-        with _READ_AT_A_TIME:
-            read = self._complete(tokens, 1, prompt_logprobs=TOP).get("prompt_logprobs") or ()
-            size, read = len(read), read[-len(prompt.target) :]
-        if size != len(tokens):
-            raise ServerError(
-                f"{self._root}: the server returned no prompt_logprobs for {self.model!r}; the "
-                "evaluation needs a vLLM server whose model supports them"
-            )
-        likely = [{int(x): float(y["logprob"]) for x, y in place.items()} for place in read]
+        with self._reading("/v1/completions"):
+            asks = prompt.variant != "text"
+            text = str(self._complete(prompt.ids, prompt.max_tokens)["text"]) if asks else ""
+            tokens = [*prompt.ids, *prompt.target]
+            with _READ_AT_A_TIME:
+                read = self._complete(tokens, 1, prompt_logprobs=TOP).get("prompt_logprobs") or ()
+                size, read = len(read), read[-len(prompt.target) :]
+            if size != len(tokens):
+                raise ServerError(
+                    f"{self._root}: the server returned no prompt_logprobs for {self.model!r}; the "
+                    "evaluation needs a vLLM server whose model supports them"
+                )
+            likely = [{int(x): float(y["logprob"]) for x, y in place.items()} for place in read]
         return Reply(None, text, likely)
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        """Let what an answer lacks say where it came from."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ServerError(
+                f"{self._root}{path}: expected the answer of a vLLM server ({reason})"
+            ) from error
 
     def _complete(self, tokens: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_tokens}
@@ -101,7 +120,7 @@ class ServedScorer(Tokenizer):
         except urllib.error.HTTPError as error:
             detail = error.read(2000).decode(errors="replace")
             raise ServerError(f"{self._root}{path}: status {error.code}: {detail}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ServerError(
                 f"base-url: no OpenAI server answers at {self._root} ({reason}); start one with "

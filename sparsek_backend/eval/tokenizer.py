@@ -50,12 +50,22 @@ class HubTokenizer(Tokenizer):
         return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 
     def frame(self) -> tuple[Tokens, Tokens]:
-        """Tokens before and after a user's words, by the chat template where it is asked for."""
+        """Tokens before and after a user's words, by the chat template where it is asked for.
+
+        Raises:
+            ValueError: the template fails, or leaves the words out.
+        """
         if not self.chat:
             return super().frame()
         turn = [{"role": "user", "content": _USER}]
-        text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        before, _, after = text.partition(_USER)
+        render = self._tokenizer.apply_chat_template
+        try:
+            text = render(turn, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a model's own code
+            raise ValueError(f"chat: the model's template fails ({error}); try --raw") from error
+        before, words, after = text.partition(_USER)
+        if not words:
+            raise ValueError("chat: the model's template leaves a user's words out; try --raw")
         return self.encode(before), self.encode(after)
 
     def decode(self, tokens: Tokens) -> str:

@@ -6,7 +6,7 @@ begin with `PROGRESS ` and writes its result when it is done.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import math
 import os
@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ SILENCE_LIMIT = 1800.0
 """Seconds that an engine's worker may stay silent before it counts as hung."""
 _TAIL_LINES = 15
 _POLL_SECONDS = 0.2
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_END_SECONDS = 10.0
 
 
 class WorkerError(RuntimeError):
@@ -69,7 +70,7 @@ def run_worker(
         with log.open("w") as out, log.open(errors="replace") as said:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(job_path), str(result_path)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # which closes with this process: see `serve_job`
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=variables,
@@ -89,6 +90,10 @@ def run_worker(
                             if not cause and ENGINE_ERROR.search(line):
                                 cause = [line.rstrip()]
             finally:
+                assert process.stdin is not None
+                process.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_SECONDS)
                 process.kill()
                 process.wait()
         if not ended:
@@ -109,11 +114,28 @@ def report_progress(message: str) -> None:
 def serve_job(work: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
     """The main function of a worker module: read the job, work, write the result.
 
-    On Linux a worker ends with its parent: one that is killed could not end it, and it would hold a
-    GPU until its work is done.
+    A worker ends with its parent, and so do the engine's processes: a parent that is killed could
+    not end them, and they would hold a GPU.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     job_path, result_path = (Path(argument) for argument in sys.argv[1:3])
     result = work(json.loads(job_path.read_text(encoding="utf-8")))
     result_path.write_text(json.dumps(result), encoding="utf-8")
+
+
+def _end_with_parent() -> None:
+    """End this process and all that it started, once its input is closed."""
+    while os.read(0, 1):
+        pass
+    for pid in (*_descendants(os.getpid()), os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Processes that a process started, and what they started; Linux alone tells."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for child in map(int, children.read_text().split()):
+                yield from _descendants(child)
+                yield child

@@ -370,11 +370,11 @@ def gathered(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     what they find return nothing.
     """
     attention = {
-        name: x for name, x in model.named_modules() if isinstance(x, NativeSparseAttention)
+        _plain(name): x for name, x in model.named_modules() if isinstance(x, NativeSparseAttention)
     }
     state = {}
-    for name, x in model.state_dict().items():
-        whole = _whole(x.detach())
+    for wrapped, x in model.state_dict().items():
+        name, whole = _plain(wrapped), _whole(x.detach())
         path, _, parameter = name.partition(".self_attn.")
         layer = attention.get(f"{path}.self_attn")
         if layer is not None and layer.head_major:
@@ -384,6 +384,12 @@ def gathered(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         if keep:
             state[name] = whole.cpu().contiguous()
     return state
+
+
+def _plain(name: str) -> str:
+    """A name without the wrappers of ``torch.compile`` and activation checkpointing."""
+    wrappers = ("_orig_mod", "_checkpoint_wrapped_module")
+    return ".".join(x for x in name.split(".") if x not in wrappers)
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from sparsek_backend.distributed import (
     SequenceLayout,
     context_parallel_nsa_attention,
 )
-from sparsek_backend.distributed.layouts import check_mesh, check_shard
+from sparsek_backend.distributed.layouts import check_layout, check_shard
 from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.compression import CompressionMLP
@@ -284,7 +284,7 @@ class NativeSparseAttention(nn.Module):
             facts["hidden_states"] = tuple(hidden_states.shape)
             if layout is None:
                 layout = SequenceLayout(hidden_states.shape[1] * mesh.size(), mesh.size())
-            check_mesh(mesh, layout)
+            check_layout(layout, mesh)
             check_shard("hidden_states", hidden_states, layout)
             num_sequences = len(layout.edges) - 1 if layout.packed else hidden_states.shape[0]
             self._check_compressed_only(compressed_only, num_sequences, hidden_states.device)

@@ -89,10 +89,17 @@ def tensor_parallel(model: NSALlamaForCausalLM, mesh: DeviceMesh) -> NSALlamaFor
     after this.
 
     Raises:
-        ValueError: ranks that do not divide the KV heads, or a model that is sharded already.
+        ValueError: ranks that do not divide the KV heads or the neurons, or a model that is sharded
+            already; it is as it was.
     """
     if any(isinstance(x, DTensor) for x in model.parameters()):
         raise ValueError("model: expected whole weights, got a model that is sharded already")
+    for name in ("num_key_value_heads", "intermediate_size"):
+        if getattr(model.config, name) % mesh.size():
+            raise ValueError(
+                f"mesh: expected a divisor of {name}={getattr(model.config, name)}, "
+                f"got {mesh.size()} ranks"
+            )
     tied = model.config.tie_word_embeddings
     head = Replicated() if tied else ColwiseParallel(output_layouts=Replicate())
     plan: dict[str, ParallelStyle] = {

@@ -39,9 +39,17 @@ def indices_of_entries(
 
 
 def places_of_matrix(matrix: Any, sides: tuple[int, int]) -> torch.Tensor:
-    """``[2, entries]`` stored blocks (or elements) of a scipy sparse matrix."""
+    """``[2, entries]`` stored blocks (or elements) of a scipy sparse matrix.
+
+    Raises:
+        ValueError: indices that are not in the matrix.
+    """
     if sides == (1, 1):
         matrix = matrix.tocsr()
+    try:
+        matrix.check_format(full_check=True)  # its constructors look at no index
+    except ValueError as error:
+        raise ValueError(f"matrix: expected a valid one, got this: {error}") from error
     counts = torch.as_tensor(matrix.indptr).diff()
     return torch.stack([torch.repeat_interleave(counts), torch.as_tensor(matrix.indices).long()])
 

@@ -9,6 +9,7 @@ import torch
 
 from sparsek_backend.patterns import storage
 from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_kernels.checks import check_int
 
 KIND = "block_sparse"
 
@@ -23,7 +24,9 @@ class ModelPatterns:
         sparsity: share of the visible blocks that was to be left out.
 
     Raises:
-        ValueError: no patterns, or patterns of several block sizes or shapes.
+        TypeError: a layer that is no integer.
+        ValueError: no patterns, patterns of several block sizes or shapes, a layer below 0, or a
+            sparsity that is not from 0 to below 1.
     """
 
     patterns: dict[int, BlockSparsePattern]
@@ -36,6 +39,10 @@ class ModelPatterns:
             raise ValueError(
                 f"patterns: expected one block size and shape for all layers, got {sorted(grids)}"
             )
+        for layer in self.patterns:
+            check_int("layer", layer, 0)
+        if not 0.0 <= self.sparsity < 1.0:
+            raise ValueError(f"sparsity: expected 0 to below 1, got {self.sparsity}")
 
     @property
     def block_size(self) -> int:
@@ -90,12 +97,13 @@ class ModelPatterns:
             sparsity = float(header["sparsity"])
         except ValueError as error:
             raise ValueError(f"sparsity: {error} in {path}") from error
-        if not 0.0 <= sparsity < 1.0:
-            raise ValueError(f"sparsity: expected 0 to below 1, got {sparsity} in {path}")
         patterns = {
             layer: BlockSparsePattern.of_file(path, header, fields, header[f"sha256.{layer}"]).to(
                 device
             )
             for layer, fields in sorted(own.items())
         }
-        return cls(patterns, header["model"], sparsity)
+        try:
+            return cls(patterns, header["model"], sparsity)
+        except ValueError as error:
+            raise ValueError(f"{error} in {path}") from error

@@ -177,6 +177,8 @@ def observe_model(
 def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
     """Within the block, the model's layers attend their patterns alone; differentiable.
 
+    With gradient checkpointing the backward pass, which computes again, belongs inside too.
+
     Args:
         model: a Transformers model whose layers call its attention functions; run it on whole
             sequences without padding (``use_cache=False``).
@@ -186,8 +188,13 @@ def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
     Raises:
         NotImplementedError: a layer that is not plain causal attention over whole sequences (as
             above), or attention dropout.
-        ValueError: a pattern does not fit the sequence or the heads.
+        ValueError: patterns of layers that the model lacks, or, where it runs, a pattern that does
+            not fit the sequence or the heads.
     """
+    layers = {m.layer_idx for m in model.modules() if hasattr(m, "layer_idx")}
+    others = [layer for layer in patterns if layer not in layers]
+    if others:
+        raise ValueError(f"patterns: expected indices of the model's layers, got {others}")
     with _attending(model, patterns):
         yield
 

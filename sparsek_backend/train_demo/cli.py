@@ -46,7 +46,11 @@ def train_demo(
         list[str] | None, typer.Option(help="nsa or dense. Repeatable; by default both.")
     ] = None,
     context_parallel: Annotated[
-        int, typer.Option(min=1, help="Processes that share each sequence; torchrun's where it is.")
+        int,
+        typer.Option(
+            min=1,
+            help="1, 2, 4, 8 or 16 processes that share each sequence; torchrun's where it is.",
+        ),
     ] = 1,
 ) -> None:
     """Train a sparse transformer and its dense twin on recall; resumes where it stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,40 +14,59 @@ _PROBE = 37
 """Position at which a layer's keys are compared with its keys at position 0."""
 
 
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """How a layer's keys turn with their position.
+
+    Args:
+        module: where the frequencies are; ``None`` where keys do not turn.
+        name: of the buffer ``[rotary_dim / 2]``, which some models change as texts grow.
+        interleaved: whether a frequency turns dimensions ``2i`` and ``2i + 1`` (GPT-J, GLM, Cohere)
+            instead of ``i`` and ``i + rotary_dim / 2`` (Llama).
+    """
+
+    module: torch.nn.Module | None = None
+    name: str = ""
+    interleaved: bool = False
+
+    @property
+    def inv_freq(self) -> torch.Tensor | None:
+        """The frequencies now."""
+        return None if self.module is None else self.module.get_buffer(self.name)
+
+    def __deepcopy__(self, memo: object) -> Rotary:
+        """Copies of a cache follow the model."""
+        return self
+
+
+_STILL = Rotary()
+
+
 class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's first ``num_sink`` and last ``window_size - 1`` keys and values.
 
     ``update`` returns sinks, window and the new tokens, so that attention over them with the
     same ``num_sink`` and ``window_size`` is exactly attention over the whole text.
 
-    With ``inv_freq``, sinks follow the window: their rotary position is moved forward by as many
+    With ``rotary``, sinks follow the window: their rotary position is moved forward by as many
     tokens as were dropped, so that no query sees a key farther away than the cache is long
     (Xiao et al., arXiv 2309.17453, section 3.2: positions within the cache).
 
     Args:
         num_sink: leading tokens to keep.
         window_size: latest tokens that a query sees, its own included.
-        inv_freq: ``[rotary_dim / 2]`` rotary frequencies; ``None`` leaves keys as they are.
-        interleaved: whether a frequency turns dimensions ``2i`` and ``2i + 1`` (GPT-J, GLM, Cohere)
-            instead of ``i`` and ``i + rotary_dim / 2`` (Llama).
+        rotary: how keys turn; by default they stay as they are.
     """
 
     is_croppable = False
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(
-        self,
-        num_sink: int,
-        window_size: int,
-        inv_freq: torch.Tensor | None = None,
-        interleaved: bool = False,
-    ) -> None:
+    def __init__(self, num_sink: int, window_size: int, rotary: Rotary = _STILL) -> None:
         super().__init__()
         self.num_sink = num_sink
         self.window_size = window_size
-        self.inv_freq = inv_freq
-        self.interleaved = interleaved
+        self.rotary = rotary
         self.cumulative_length = 0
         self._sink_keys: torch.Tensor | None = None  # as they came
 
@@ -82,9 +102,10 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
         keys = self._sink_keys
         if keys is None:
             raise RuntimeError("SinkWindowLayer: expected update() before its keys are moved")
-        if self.inv_freq is None or distance == 0:
+        inv_freq = self.rotary.inv_freq
+        if inv_freq is None or distance == 0:
             return keys
-        return rotate(keys, distance, self.inv_freq, self.interleaved)
+        return rotate(keys, distance, inv_freq, self.rotary.interleaved)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that the next ``update`` returns for ``query_length`` tokens, and offset 0."""
@@ -174,10 +195,10 @@ class SinkWindowCache(Cache):  # type: ignore[misc]
         types |= {reason for reason in layers_of(model).values() if reason is not None}
         if types != {"full_attention"}:
             raise ValueError(f"model: expected full_attention layers only, got {sorted(types)}")
-        rotaries = _rotaries(model) if move_sinks else [(None, False)] * layers
+        rotaries = _rotaries(model) if move_sinks else [_STILL] * layers
         super().__init__(
             layers=[
-                SinkWindowLayer(settings.num_sink, settings.window_size, *rotary)
+                SinkWindowLayer(settings.num_sink, settings.window_size, rotary)
                 for rotary in rotaries
             ]
         )
@@ -198,8 +219,8 @@ def rotate(
 
 
 @torch.no_grad()
-def _rotaries(model: torch.nn.Module) -> list[tuple[torch.Tensor | None, bool]]:
-    """Frequencies and layout of every layer's rotary embedding, found by trying them.
+def _rotaries(model: torch.nn.Module) -> list[Rotary]:
+    """Every layer's rotary embedding, found by trying them.
 
     One token alone attends itself wherever it stands, so its keys at two positions differ by the
     rotary embedding and nothing else, and its values do not differ.
@@ -210,14 +231,16 @@ def _rotaries(model: torch.nn.Module) -> list[tuple[torch.Tensor | None, bool]]:
         ids = torch.full((1, 1), embeddings.shape[0] // 2, device=embeddings.device)
         model(ids, position_ids=torch.full_like(ids, position), past_key_values=cache)
         held.append(cache.layers)
-    known: list[tuple[torch.Tensor | None, bool]] = [(None, False)]
-    for name, buffer in model.named_buffers():
+    known = [_STILL]
+    for path, _ in model.named_buffers():
+        owner, _, name = path.rpartition(".")
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
-            known += [(buffer, False), (buffer, True)]
+            module = model.get_submodule(owner)
+            known += [Rotary(module, name), Rotary(module, name, interleaved=True)]
     found = []
     for index, (before, after) in enumerate(zip(*held, strict=True)):
-        fits = [x for x in known if _turns(before.keys, after.keys, *x)]
-        if not fits or not _turns(before.values, after.values, None, False):
+        fits = [x for x in known if _turns(before.keys, after.keys, x)]
+        if not fits or not _turns(before.values, after.values, _STILL):
             raise ValueError(
                 f"move_sinks: expected cached keys turned by a rotary embedding of the model, got "
                 f"others in layer {index}; pass move_sinks=False"
@@ -226,14 +249,13 @@ def _rotaries(model: torch.nn.Module) -> list[tuple[torch.Tensor | None, bool]]:
     return found
 
 
-def _turns(
-    before: torch.Tensor, after: torch.Tensor, inv_freq: torch.Tensor | None, interleaved: bool
-) -> bool:
+def _turns(before: torch.Tensor, after: torch.Tensor, rotary: Rotary) -> bool:
     """Whether a rotary embedding turns states of position 0 into states of position ``_PROBE``."""
+    inv_freq = rotary.inv_freq
     if inv_freq is not None:
         if 2 * len(inv_freq) > before.shape[-1]:
             return False
-        before = rotate(before, _PROBE, inv_freq, interleaved)
+        before = rotate(before, _PROBE, inv_freq, rotary.interleaved)
     error = (before.float() - after.float()).norm()
     tolerance = max(4 * torch.finfo(before.dtype).eps, 1e-4)
     return bool(error <= tolerance * after.float().norm())

@@ -88,7 +88,7 @@ def attend_selected(
 ) -> torch.Tensor:
     """Attention ``[B, N, Hq, D]`` of the last N tokens to the blocks that they select."""
     indexers = rule.indexers or default_indexers(rule.policy)
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(q):
         decodes = rule.decodes(q.shape[1])
         paged = _paged(k, v, q.shape[1], rule.policy, indexers, decodes)
         k_cache, v_cache, summary, batch = paged
@@ -128,7 +128,7 @@ def block_indices(
     decode = policy if alone else SelectionPolicy(sel_block_size=policy.sel_block_size)
     step = StepPolicy(policy, decode)
     indexers = default_indexers(step) if index is None else Indexers(index, index)
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(q):
         k_cache, _, summary, described = _paged(k, v, num_q, step, indexers, decodes=False)
         per_request = select_blocks(
             q.flatten(0, 1).to(k_cache.dtype),

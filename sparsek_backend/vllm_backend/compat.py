@@ -108,11 +108,11 @@ def rotation_of(model: Any) -> Any:
         rope_parameters=config.rope_parameters,
     )
     device = next(rotary.buffers(), torch.empty(0)).device
-    count = min(model.max_model_len, config.max_position_embeddings)
-    positions = torch.arange(count, device=device)
-    probe = torch.ones(count, size, dtype=torch.float32, device=device)
+    own = getattr(rotary, "cos_sin_cache", None)  # longer than that where RoPE is scaled
+    known = config.max_position_embeddings if own is None else own.shape[0]
+    positions = torch.arange(min(model.max_model_len, known), device=device)
+    probe = torch.ones(len(positions), size, dtype=torch.float32, device=device)
     probe[:, size // 2 :] = 0.0
-    own = getattr(rotary, "cos_sin_cache", None)
     turned, _ = getattr(rotary, "forward_native", rotary.forward)(positions, probe, probe.clone())
     if own is not None:  # which the module has made as wide as the probe
         rotary.cos_sin_cache = own
@@ -293,6 +293,15 @@ def is_full_attention(spec: Any) -> bool:
         and not isinstance(spec, interface.MLAAttentionSpec)
         and getattr(spec, "tokens_per_state", 1) == 1
     )
+
+
+def is_part(spec: Any) -> bool:
+    """Whether a KV cache spec is of a layer that attends a window or a chunk, K and V apart."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    parts = interface.SlidingWindowSpec, interface.ChunkedLocalAttentionSpec
+    latent = getattr(interface, "SlidingWindowMLASpec", ())
+    return isinstance(spec, parts) and not isinstance(spec, latent)
 
 
 def attends_whole_context(layer: Any, spec: Any) -> bool:

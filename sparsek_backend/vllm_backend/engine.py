@@ -35,6 +35,8 @@ class Engine:
     # rope cos and sin (:attr:`PagedBatch.rotation`), where blocks are scored without positions
     rotation: torch.Tensor | None = None
     selects_blocks: bool = False  # whether any layer selects blocks by score
+    # whether pages of windows are as those of whole contexts: without vLLM's hybrid KV manager
+    equal_pages: bool = False
     # whether layers have run what takes most memory, for vLLM to measure it
     dummy_run_done: bool = False
     # kinds of layers whose kernels have been compiled
@@ -76,6 +78,7 @@ def engine_of(vllm_config: Any) -> Engine:
         compat.metric_labels(vllm_config),
         prefill_pattern(resolved),
         open_gates(resolved, model),
+        equal_pages=bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
     )
     _engines.append((weakref.ref(vllm_config.compilation_config), engine))
     return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +29,30 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
     Raises:
         ConfigError: a setting is unknown, invalid, or contradicts another.
     """
+    model = served_model(vllm_config)
     return resolve_config(
         read_section(vllm_config.additional_config),
         os.environ,
-        _model_section(vllm_config.model_config, "sparse_config"),
-        _model_section(vllm_config.model_config, "nsa"),
+        _model_section(model, "sparse_config"),
+        _model_section(model, "nsa"),
         is_batch_invariant(),
-        getattr(vllm_config.model_config, "model", None),
+        getattr(model, "model", None),
     )
+
+
+def served_model(vllm_config: Any) -> Any:
+    """Return the model whose answers are served, also where the configuration is its draft's."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    target = getattr(speculative, "target_model_config", None)
+    return vllm_config.model_config if target is None else target
+
+
+def first_layer(vllm_config: Any) -> int:
+    """Return the index of a model's first layer; a draft's count on from the served model's."""
+    model = served_model(vllm_config)
+    if model is vllm_config.model_config:
+        return 0
+    return int(getattr(model.hf_text_config, "num_hidden_layers", 0))
 
 
 def prefill_pattern(resolved: ResolvedConfig) -> PrefillPattern | None:
@@ -52,7 +69,7 @@ def prefill_pattern(resolved: ResolvedConfig) -> PrefillPattern | None:
     source = f"SPARSEK setting pattern (from {resolved.sources['pattern']})"
     try:
         found = PrefillPattern.load(config.pattern)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
             f"{source}: {error}; remedy: make the file with `sparsek patterns learn MODEL "
             "--prefill --out FILE`"
@@ -104,17 +121,20 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
         return
     size = config.sel_block_size
     source = resolved.sources["sel_block_size"]
+    segments = not config.by_records or page_size % SEGMENT == 0
+    fitting = math.lcm(size, SEGMENT) if config.by_records else size
     if page_size % size and size % page_size:
+        fixed = config.mode in ("infllm", "seer") or not segments
         raise ConfigError(
             f"SPARSEK setting sel_block_size (from {source}): expected a divisor or a multiple of "
-            f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {size}, or set "
-            f"sel_block_size to {page_size}"
+            f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {fitting}"
+            + ("" if fixed else f", or set sel_block_size to {page_size}")
         )
-    if config.by_records and page_size % SEGMENT:
+    if not segments:
         raise ConfigError(
             f"SPARSEK setting decode_tokens (from {resolved.sources['decode_tokens']}): expected "
             f"KV pages of a multiple of {SEGMENT} tokens, got {page_size}; remedy: --block-size "
-            f"{SEGMENT}, or mode sink_window or dense"
+            f"{fitting}, or mode sink_window or dense"
         )
     if config.mode == "seer" and page_size % size:
         raise ConfigError(

@@ -13,11 +13,19 @@ from vllm.v1.attention.backend import AttentionBackend
 from sparsek_backend.config import DEFAULTS, ConfigError, ResolvedConfig
 from sparsek_backend.infllm import MODEL_CONFIG
 from sparsek_backend.models import verify_model
+from sparsek_kernels.paged.policy import CELL
+from sparsek_kernels.paged.sample import CELL_BITS
 
 from . import compat
 from .gates import open_gates
 from .names import NSA_ARCHITECTURE
-from .settings import check_page_size, engine_config, prefill_pattern, require_backend
+from .settings import (
+    check_page_size,
+    engine_config,
+    prefill_pattern,
+    require_backend,
+    served_model,
+)
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 from .sparsek.shards import check_interleave
@@ -51,13 +59,14 @@ def check_engine(vllm_config: Any) -> None:
             _refusal([f"cross-attention of encoder-decoder models not supported (remedy: {LEAVE})"])
         )
     if resolved.nsa is not None:
-        _check_nsa(model, vllm_config)
+        _check_nsa(served_model(vllm_config), vllm_config)
     reasons = _reasons(_selection(vllm_config, resolved)) if not model.is_attention_free else []
     reasons += unserved_attention(model) + _unserved_options(vllm_config, resolved)
     if reasons:
         raise ValueError(_refusal(reasons))
+    _check_context(model.max_model_len, resolved)
     _check_dense_layers(vllm_config, resolved)
-    _check_pattern(model, resolved)
+    _check_pattern(served_model(vllm_config), resolved)
     _check_gates(vllm_config, resolved)
     if model.attn_type != "encoder_only":
         check_page_size(resolved, _page_size(vllm_config))
@@ -243,6 +252,17 @@ def _page_size(vllm_config: Any) -> int:
     return SparseKBackend.get_preferred_block_size(size)
 
 
+def _check_context(longest: int, resolved: ResolvedConfig) -> None:
+    """Check that lists can number the cells of the longest context, where cells are chosen."""
+    most = CELL << CELL_BITS
+    if resolved.config.by_records and longest > most:
+        raise ConfigError(
+            f"SPARSEK setting mode (from {resolved.sources['mode']}): expected a max_model_len of "
+            f"at most {most} tokens in mode {resolved.config.mode!r}, got {longest}; remedy: "
+            f"--max-model-len {most}, or mode sink_window or dense"
+        )
+
+
 def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
     """Check that the layers which ``dense_layers`` names exist."""
     speculative = vllm_config.speculative_config
@@ -307,7 +327,7 @@ def _check_gates(vllm_config: Any, resolved: ResolvedConfig) -> None:
         ConfigError: gates are missing or of another model, or ranks have parts of a KV head's
             query heads, which one gate query needs together.
     """
-    model = vllm_config.model_config
+    model = served_model(vllm_config)
     gates = open_gates(resolved, model)
     if gates is None:
         return

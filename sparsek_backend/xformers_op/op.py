@@ -245,7 +245,7 @@ class FwOp(_Limits, AttentionFwOpBase):  # type: ignore[misc]
             return _dense_forward(inp, plan, needs_lse)
         q, k, v = _fold(inp, share_kv=True)
         if not needs_lse and plan.segments is not None:
-            page_size = page_size_of(plan, q.shape[3], v.shape[3])
+            page_size = page_size_of(plan, q, k, v)
             if page_size is not None:
                 segments = plan.segments
                 out = paged_forward(q, k, v, plan, segments, page_size, inp.scale_float)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_backend.xformers_op.plan import MaskPlan, Segments
+from sparsek_kernels.common.operators import new_like
 from sparsek_kernels.common.precision import without_autocast
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
@@ -15,17 +16,19 @@ _LONGEST_DECODE = 8  # query tokens of a sequence
 _SHORTEST_HEAD = 16  # what a matrix product takes
 
 
-def page_size_of(plan: MaskPlan, head_dim: int, value_dim: int) -> int | None:
+def page_size_of(plan: MaskPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
     """Tokens per page if the paged kernels can serve this plan, else ``None``.
 
-    They know one mask, causal and aligned to the last key, values as wide as keys, and return no
-    log-sum-exp.  A sequence with one query needs no causality.  Each query is itself a token of
-    the cache, so a sequence with fewer keys than queries is not theirs.
+    They know one mask, causal and aligned to the last key, values as wide as keys and rows that are
+    contiguous, and return no log-sum-exp.  A sequence with one query needs no causality.  Each
+    query is itself a token of the cache, so a sequence with fewer keys than queries is not theirs.
     """
     segments, band = plan.segments, plan.band
     if segments is None or segments.packed_keys or band.top_left:
         return None
-    if head_dim != value_dim or head_dim < _SHORTEST_HEAD:
+    if q.shape[3] != v.shape[3] or q.shape[3] < _SHORTEST_HEAD:
+        return None
+    if q.shape[1] == 0 or any(x.stride(3) != 1 for x in (q, k, v)):
         return None
     if not band.causal and segments.q_info.max_seqlen > 1:
         return None
@@ -45,6 +48,46 @@ def page_size_of(plan: MaskPlan, head_dim: int, value_dim: int) -> int | None:
 
 
 @without_autocast
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens_host: list[int],
+    query_lens: list[int],
+    page_size: int,
+    window_size: int | None,
+    scale: float,
+) -> torch.Tensor:
+    longest_q = max(query_lens, default=0)
+    decodes = len(query_lens) if longest_q <= _LONGEST_DECODE else 0
+    batch = PagedBatch(
+        block_table=table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        num_decodes=decodes,
+        num_decode_tokens=q.shape[1] if decodes else 0,
+        decode_query_len=longest_q if decodes else 1,
+        max_query_len=longest_q,
+        max_seq_len=table.shape[1] * page_size,
+        seq_lens_host=tuple(seq_lens_host),
+        query_lens_host=tuple(query_lens),
+    )
+    fits = 64 % page_size == 0 or page_size % 64 == 0
+    policy = SelectionPolicy(window_size=window_size, sel_block_size=64 if fits else page_size)
+    caches = [x[0, : x.shape[1] // page_size * page_size] for x in (k, v)]
+    k_cache, v_cache = (x.unflatten(0, (-1, page_size)).transpose(1, 2) for x in caches)
+    with torch.cuda.device_of(q):
+        return paged_attention(q[0], k_cache, v_cache, batch, policy, softmax_scale=scale)[None]
+
+
+# torch.compile sees an operator; eager calls save its microseconds.
+_attend_compiled = torch.library.custom_op("sparsek::paged_bias_fwd", _attend, mutates_args=())
+_attend_compiled.register_fake(lambda q, *_: new_like(q))
+
+
 def paged_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -55,31 +98,14 @@ def paged_forward(
     scale: float,
 ) -> torch.Tensor:
     """Output ``[1, N, Hq, Dv]`` for ``q [1, N, Hq, D]`` and ``k, v [1, M, Hkv, ...]``."""
-    info = segments.k_info
-    sequences = len(info.seqlen_py)
-    table = segments.block_table
+    info, table = segments.k_info, segments.block_table
     if table is None:
-        pages = info.padding // page_size
+        sequences, pages = len(info.seqlen_py), info.padding // page_size
         table = torch.arange(sequences * pages, dtype=torch.int32, device=q.device)
         table = table.view(sequences, pages)
-    longest_q = segments.q_info.max_seqlen
-    decodes = sequences if longest_q <= _LONGEST_DECODE else 0
-    batch = PagedBatch(
-        block_table=table,
-        seq_lens=info.seqlen,
-        cu_seqlens_q=segments.q_info.seqstart,
-        num_decodes=decodes,
-        num_decode_tokens=q.shape[1] if decodes else 0,
-        decode_query_len=longest_q if decodes else 1,
-        max_query_len=longest_q,
-        max_seq_len=table.shape[1] * page_size,
-        seq_lens_host=tuple(info.seqlen_py),
-        query_lens_host=tuple(hi - lo for lo, hi in segments.query_intervals()),
-    )
-    fits = 64 % page_size == 0 or page_size % 64 == 0
-    policy = SelectionPolicy(
-        window_size=plan.band.window_size, sel_block_size=64 if fits else page_size
-    )
-    caches = [x[0, : x.shape[1] // page_size * page_size] for x in (k, v)]
-    k_cache, v_cache = (x.unflatten(0, (-1, page_size)).transpose(1, 2) for x in caches)
-    return paged_attention(q[0], k_cache, v_cache, batch, policy, softmax_scale=scale)[None]
+    query_lens = [hi - lo for lo, hi in segments.query_intervals()]
+    attend = _attend_compiled if torch.compiler.is_compiling() else _attend
+    return attend(
+        q, k, v, table, info.seqlen, segments.q_info.seqstart, list(info.seqlen_py), query_lens,
+        page_size, plan.band.window_size, scale,
+    )  # fmt: skip

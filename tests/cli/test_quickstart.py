@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import textwrap
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -259,6 +261,22 @@ def test_the_document_holds_the_sentence_once_and_ends_with_the_question(tmp_pat
     prompt = quickstart_client.document_prompt(tmp_path)
     assert prompt.count(quickstart_client.PLANTED) == 1
     assert prompt.endswith(quickstart_client.DOCUMENT_QUESTION)
+
+
+def test_a_proxy_is_not_asked_for_the_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.com")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # a new process has asked nothing yet
+
+    def run(_options: object) -> int:
+        assert quickstart_client.read_attended(url).share == 0.25
+        return len(quickstart_client.ask(url, "tiny", "?", max_tokens=2, write=str).text)
+
+    monkeypatch.setattr(quickstart, "_run", run)
+    assert quickstart.main([]) == len("Paris")
+    assert os.environ["no_proxy"] == "example.com,127.0.0.1"
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "http"])

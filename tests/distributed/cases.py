@@ -12,9 +12,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flash_attention
@@ -22,6 +24,7 @@ from transformers.integrations import flash_attention
 from examples import train_context_parallel, train_transformers_fsdp2
 from examples.verl_sink_window import SinkWindowAttention
 from sparsek_backend.distributed import (
+    Compression,
     SequenceLayout,
     calls,
     context_parallel_block_sparse_attention,
@@ -33,6 +36,8 @@ from sparsek_backend.distributed import (
 )
 from sparsek_backend.distributed.exchange import Exchange
 from sparsek_backend.nn import (
+    CompressionMLP,
+    KVHeadParallel,
     NativeSparseAttention,
     NSAConfig,
     NSALlamaConfig,
@@ -40,6 +45,7 @@ from sparsek_backend.nn import (
     native_sparse_attention,
     tensor_parallel,
 )
+from sparsek_backend.nn.llama import is_sharded
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
 from sparsek_backend.transformers_op import attention
@@ -168,6 +174,8 @@ def round_trip(mesh: DeviceMesh, layout: SequenceLayout) -> tuple[np.ndarray, np
     rank = mesh.get_local_rank()
     assert torch.equal(mine[0, :, 0], layout.token_indices(rank))
     positions = layout.position_ids(rank)[:, None]
+    for dtype in (torch.int16, torch.float8_e5m2, torch.bool):
+        assert torch.equal(unshard(mine.to(dtype), mesh, layout).long(), stream.to(dtype).long())
     return unshard(mine, mesh, layout).numpy(), unshard(positions, mesh, layout, 0).numpy()
 
 
@@ -261,11 +269,27 @@ def call_layer_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> Non
     build({}, torch.float32, mesh)(**arguments)
 
 
-def new_model(mesh: DeviceMesh | None = None, tied: bool = False) -> NSALlamaForCausalLM:
+def compress_with_another_map(mesh: DeviceMesh) -> None:
+    """A call whose map for values is one for blocks of another size, on rank 1 alone."""
+    maps = [CompressionMLP(size, 8, 8).weights(torch.float32) for size in (8, 16)]
+    phi_k, phi_v = maps[0], maps[mesh.get_local_rank()]
+    x, gate = torch.randn(1, 16, 2, 8), torch.rand(1, 16, 2)
+    context_parallel_nsa_attention(
+        *(x, x, x, (gate, gate, gate)),
+        mesh=mesh,
+        layout=SequenceLayout(32, 2),
+        compression=Compression(x, x, phi_k, phi_v),
+        spec=NSAConfig.from_dict(SMALL).spec,
+    )
+
+
+def new_model(
+    mesh: DeviceMesh | None = None, tied: bool = False, neurons: int = 48
+) -> NSALlamaForCausalLM:
     """A model of two layers, the same on every rank."""
     torch.manual_seed(0)
     nsa = NSAConfig.from_dict({**SMALL, "shared_kv": tied})
-    config = NSALlamaConfig(64, 24, 48, 2, 4, 2, 8, tie_word_embeddings=tied, nsa=nsa)
+    config = NSALlamaConfig(64, 24, neurons, 2, 4, 2, 8, tie_word_embeddings=tied, nsa=nsa)
     return NSALlamaForCausalLM(config, mesh)
 
 
@@ -310,11 +334,21 @@ def train(
     model.save_pretrained(folder)
 
 
-def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays) -> Arrays:
-    """Logits and gradients of a model under tensor parallelism alone."""
-    model = tensor_parallel(new_model(), mesh)
-    logits = model(torch.from_numpy(whole["tokens"]))
-    logits.backward(torch.from_numpy(whole["dout"]))
+def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays, context: bool = False) -> Arrays:
+    """Logits and gradients of a model under tensor parallelism, of 2 x 2 ranks with ``context``."""
+    tokens, dout = (torch.from_numpy(whole[name]) for name in ("tokens", "dout"))
+    if context:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+        layout = SequenceLayout(tokens.shape[1], 2, "zigzag")
+        model = tensor_parallel(new_model(both["cp"]), both["tp"])
+        mine = model(shard(tokens, both["cp"], layout), layout=layout)
+        mine.backward(shard(dout, both["cp"], layout))
+        sum_gradients(model.parameters(), both["cp"])
+        logits = unshard(mine, both["cp"], layout)
+    else:
+        model = tensor_parallel(new_model(), mesh)
+        logits = model(tokens)
+        logits.backward(dout)
     found = {"logits": logits.detach().numpy()}
     for path, module in model.named_modules():
         for name, x in module.named_parameters(recurse=False):
@@ -323,9 +357,26 @@ def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays) -> Arrays:
     return found
 
 
+def save_wrapped(_: DeviceMesh, folder: str) -> None:
+    """A folder of a model under tensor parallelism, with layers that torch wraps."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "tp"))
+    model = tensor_parallel(new_model(), both["tp"])
+    first, second = model.model.layers
+    model.model.layers[0] = checkpoint_wrapper(first)
+    second.self_attn = torch.compile(second.self_attn)
+    model.save_pretrained(folder)
+
+
 def wrong_tensor_parallel(mesh: DeviceMesh, then: str) -> None:
-    """More ranks than KV heads, a model that is parallel already, a state for one that is not."""
-    model = tensor_parallel(new_model(), mesh)
+    """Ranks that cannot share it, a model that is parallel already, a state for one that is not."""
+    model = new_model(neurons=49 if then == "neurons" else 48)
+    if then == "layer":
+        parallelize_module(model, mesh, {"model.layers.0.self_attn": KVHeadParallel()})
+    try:
+        tensor_parallel(model, mesh)
+    except ValueError:
+        assert not is_sharded(model)  # it is as it was
+        raise
     if then == "again":
         tensor_parallel(model, mesh)
     if then == "load":
@@ -346,12 +397,26 @@ def summed_gradients(mesh: DeviceMesh, dtype: str) -> np.ndarray:
     return used.grad.float().numpy()
 
 
-def uneven_gradients(mesh: DeviceMesh) -> None:
-    """One rank has no gradient."""
+def uneven_gradients(mesh: DeviceMesh, lacking: list[list[int]]) -> None:
+    """Gradients of like weights, but for those that a rank lacks."""
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for index, weight in enumerate(weights):
+        if index not in lacking[mesh.get_local_rank()]:
+            weight.grad = torch.ones(3)
+    sum_gradients(weights, mesh)
+
+
+def gradients_of_nothing(mesh: DeviceMesh) -> None:
+    """One rank passes what is no parameter."""
     weight = torch.nn.Parameter(torch.zeros(3))
-    if mesh.get_local_rank():
-        weight.grad = torch.ones(3)
-    sum_gradients([weight], mesh)
+    sum_gradients([weight if mesh.get_local_rank() else None], mesh)  # type: ignore[list-item]
+
+
+def sharded_gradients(mesh: DeviceMesh) -> None:
+    """Gradients that FSDP2 has summed over the mesh."""
+    layer = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    layer(torch.ones(1, 4)).sum().backward()
+    sum_gradients(layer.parameters(), mesh)
 
 
 def run_example(_: DeviceMesh, arguments: list[str]) -> list[float]:

@@ -171,7 +171,13 @@ BAD = {  # what one rank passes, or all (-1): the error, the argument that it na
         "window_size: expected None with causal=False",
     ),
     "mesh size": ({-1: {"layout": SequenceLayout(24, 3)}}, ValueError, "mesh: expected 3 ranks"),
+    "mesh size on one rank": (
+        {1: {"layout": SequenceLayout(24, 3)}},
+        ValueError,
+        "mesh: expected 3 ranks",
+    ),
     "no layout": ({-1: {"layout": "zigzag"}}, TypeError, "layout: expected a SequenceLayout"),
+    "no layout on one rank": ({0: {"layout": None}}, TypeError, "layout: expected a Sequence"),
     "other layout": (
         {1: {"layout": SequenceLayout(16, 2, "zigzag")}},
         ValueError,

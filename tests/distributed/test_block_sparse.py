@@ -92,6 +92,7 @@ def test_blocks_of_a_rank_are_one_piece() -> None:
 BAD = {
     "other pattern": ({1: {"listed": 1}}, "pattern: expected the same on all ranks"),
     "smaller pattern": ({0: {"rows": 3}}, "pattern: expected 4 x 4 blocks"),
+    "mesh size": ({1: {"layout": SequenceLayout(96, 3)}}, "mesh: expected 3 ranks"),
     "cut blocks": (
         {-1: {"layout": SequenceLayout(64, 2, (0, 1) * 4)}},
         "layout: expected one sequence in chunks of whole blocks of 16",

@@ -161,6 +161,12 @@ def test_bad_argument_is_an_error_on_every_rank(ranks: Ranks, changed: Any, mess
         assert what[1].startswith(message), what[1]
 
 
+def test_a_map_for_other_blocks_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for done, what in ranks.outcomes(2, cases.compress_with_another_map):
+        assert not done
+        assert what[1].startswith("compression.phi_v.position: expected shape [8, 8]"), what[1]
+
+
 def test_layout_without_mesh() -> None:
     with pytest.raises(ValueError, match="layout: expected None without a mesh"):
         cases.build({}, torch.float32)(torch.randn(1, 4, 24), layout=SequenceLayout(4, 1))

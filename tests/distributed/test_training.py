@@ -37,14 +37,15 @@ def test_steps_of_four_ranks_are_those_of_one(
         torch.testing.assert_close(found[name], x, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_tensor_parallel_gradients(ranks: Ranks) -> None:
+@pytest.mark.parametrize("context", [False, True])
+def test_tensor_parallel_gradients(ranks: Ranks, context: bool) -> None:
     torch.manual_seed(2)
     tokens, dout = torch.randint(64, (2, 40)), torch.randn(2, 40, 64)
     whole = {"tokens": tokens.numpy(), "dout": dout.numpy()}
     model = cases.new_model()
     logits = model(tokens)
     logits.backward(dout)
-    for found in ranks.run(2, cases.head_parallel_gradients, whole):
+    for found in ranks.run(4 if context else 2, cases.head_parallel_gradients, whole, context):
         torch.testing.assert_close(torch.from_numpy(found.pop("logits")), logits.detach())
         for name, parameter in model.named_parameters():
             path, _, rest = name.partition(".self_attn.")
@@ -56,10 +57,18 @@ def test_tensor_parallel_gradients(ranks: Ranks) -> None:
         assert not found
 
 
+def test_wrapped_layers_are_saved_under_their_names(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, cases.save_wrapped, str(tmp_path))
+    saved, due = NSALlamaForCausalLM.from_pretrained(tmp_path), cases.new_model().state_dict()
+    torch.testing.assert_close(saved.state_dict(), due, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("size", "then", "error", "message"),
     [
-        (4, "", "ValueError", "device_mesh: expected a divisor of 2 KV heads"),
+        (4, "", "ValueError", "mesh: expected a divisor of num_key_value_heads=2, got 4 ranks"),
+        (4, "layer", "ValueError", "device_mesh: expected a divisor of 2 KV heads"),
+        (2, "neurons", "ValueError", "mesh: expected a divisor of intermediate_size=49, got 2"),
         (2, "again", "ValueError", "model: expected whole weights"),
         (2, "load", "RuntimeError", "stacked_by_head"),
     ],
@@ -79,10 +88,26 @@ def test_gradients_are_summed_once(ranks: Ranks, dtype: str) -> None:
         assert np.array_equal(found, [10, 10, 10])
 
 
-def test_gradients_that_a_rank_lacks(ranks: Ranks) -> None:
-    for done, what in ranks.outcomes(2, cases.uneven_gradients):
+@pytest.mark.parametrize("lacking", [[[0, 1], [0]], [[0], [1]]], ids=["one", "each another"])
+def test_gradients_that_a_rank_lacks(ranks: Ranks, lacking: list[list[int]]) -> None:
+    for done, what in ranks.outcomes(2, cases.uneven_gradients, lacking):
         assert not done
         assert what[1].startswith("parameters: expected the same on all ranks")
+
+
+def test_any_error_of_one_rank_is_one_of_all(ranks: Ranks) -> None:
+    found = ranks.outcomes(2, cases.gradients_of_nothing)
+    assert [(done, what[0]) for done, what in found] == [
+        (False, "AttributeError"),
+        (False, "ValueError"),
+    ]
+    assert found[1][1][1].endswith("has no attribute 'grad' (on rank 0 of the mesh)")
+
+
+def test_gradients_are_not_summed_twice(ranks: Ranks) -> None:
+    for done, what in ranks.outcomes(2, cases.sharded_gradients):
+        assert not done
+        assert what[1].startswith("parameters: expected whole ones on the ranks of"), what[1]
 
 
 def test_example_goes_on_with_fewer_ranks(ranks: Ranks, tmp_path: Path) -> None:

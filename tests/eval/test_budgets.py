@@ -110,6 +110,9 @@ def test_arms_are_half_and_twice_a_budget_and_a_window_of_as_many_tokens() -> No
     ]
     with pytest.raises(ValueError, match="arms: expected a block_topk budget, got 'window'"):
         BudgetOptions(arms="window").parsed()
+    for small in ("block_topk:1", "block_topk:8,decode_tokens=2"):
+        with pytest.raises(ValueError, match=f"arms: expected 2 blocks .* got '{small}'"):
+            BudgetOptions(arms=small).parsed()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek_backend import machine
 from sparsek_backend.eval import runs
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.cli import run_all
@@ -36,6 +38,20 @@ def test_models_run_in_float32_where_bf16_is_emulated(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cpu_dtype() == dtype
     assert LocalModel("model").arguments()["dtype"] == dtype
+
+
+def test_the_commit_is_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for name in ("used.py", "installed.py"):
+        (tmp_path / name).touch()
+    for command in (("init", "-q"), ("add", "used.py"), ("commit", "-q", "-m", "theirs")):
+        subprocess.run([*git, *command], check=True)
+    found = {}
+    for name in ("used.py", "installed.py"):
+        monkeypatch.setattr(machine, "__file__", str(tmp_path / name))
+        found[name] = machine.describe_machine(torch.device("cpu")).commit
+    assert found["used.py"]
+    assert not found["installed.py"]
 
 
 def test_another_dtype_is_another_run() -> None:

@@ -84,10 +84,12 @@ def test_two_models_and_what_was_served_share_the_axis_of_the_context(
     assert first.get_xydata().tolist() == [[2048, 1.2], [131072, 3.0]]
     assert further.get_xydata().tolist() == [[2048, 0.5], [131072, 2.0]]
     assert [text.get_text() for text in speed.get_xticklabels()] == ["2k", "8k", "64k", "128k"]
-    served.write_text("model,context,requests,backend,ttft_ms,tpot_ms\nllama,2048,4,ours,6,4\n")
-    refused = CliRunner().invoke(app, [*command, str(served)])
-    assert refused.exit_code == 2
-    assert "expected the CSV of `sparsek bench serve`" in " ".join(refused.output.split())
+    whole = served.read_text()
+    for wrong in (whole.replace("SPARSEK", "ours"), whole[: whole.rindex(",")]):
+        served.write_text(wrong)
+        refused = CliRunner().invoke(app, [*command, str(served)])
+        assert refused.exit_code == 2
+        assert "expected the CSV of `sparsek bench serve`" in " ".join(refused.output.split())
 
 
 def test_results_without_divergence_are_drawn_without(drawn: list[Any], tmp_path: Path) -> None:

@@ -157,6 +157,26 @@ def test_prompts_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert load_prompts(path).prompts == [replace(prompts[0], task="multi_key"), text]
 
 
+def test_a_prompt_file_is_replaced_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, prompts = prompts_of("records", 1500)
+    path = tmp_path / "p.json.gz"
+    save_prompts(path, PromptSet(prompts))
+
+    def half(file: Path, data: bytes) -> int:
+        with file.open("wb") as stream:
+            stream.write(data[: len(data) // 2])
+        assert load_prompts(path).prompts == prompts  # of another evaluation in the folder
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OSError, match="no space left"):
+        save_prompts(path, PromptSet(prompts))
+    assert load_prompts(path).prompts == prompts
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_damaged_prompt_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.json"
     _, prompts = prompts_of("records", 1500)

@@ -33,6 +33,10 @@ from tests.eval.readers import Reader, WordTokenizer
 
 TASKS = ("question_first", "records", "continuation")
 COUNT = 8
+NOTHING_YET = json.dumps(
+    {"kind": "run", "run": "x", "label": "dense", "settings": None, "known": True}
+    | {"model": "m", "machine": {}}
+)
 
 
 def prompt_set(tokenizer: WordTokenizer) -> PromptSet:
@@ -189,14 +193,23 @@ def test_the_run_of_a_label_that_went_on_last_is_reported() -> None:
     ]
 
 
+def test_dense_attention_is_the_reference_wherever_it_stands_in_a_record(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path / "r.jsonl")
+    rows = read_rows(tmp_path / "r.jsonl")
+    first = [row for row in rows if row["run"] == runs[1].about["run"]]  # a faster engine, or `cat`
+    again = collect_runs([*first, *(row for row in rows if row not in first)])
+    assert compare_runs(again) == compare_runs(runs)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (None, "does not exist"),
         ('{"a": 1}\n', "line 1 lacks kind, run"),
         ('{"kind": "run", "run": "x"}\n', "line 1 lacks known, label, settings"),
+        (NOTHING_YET + "\n", "expected scores to draw, found none"),
     ],
-    ids=["missing", "another file", "half a run"],
+    ids=["missing", "another file", "half a run", "no score"],
 )
 def test_what_is_no_record_is_refused_in_one_line(
     tmp_path: Path, content: str | None, reason: str
@@ -207,6 +220,24 @@ def test_what_is_no_record_is_refused_in_one_line(
     found = CliRunner().invoke(app, ["report", str(record)])
     assert found.exit_code == 2
     assert reason in " ".join(found.stderr.split())
+
+
+def test_a_file_of_other_lines_is_not_continued(tmp_path: Path) -> None:
+    record = tmp_path / "r.jsonl"
+    two_runs(record)
+    rows = read_rows(record)
+    append_rows(record, [{"kind": "prompt", "run": rows[0]["run"]}])
+    with pytest.raises(ValueError, match=f"line {len(rows) + 1} lacks accuracy, correct, digest"):
+        pending(prompt_set(WordTokenizer()).prompts, record, rows[0]["run"])
+
+
+def test_a_report_does_not_take_the_place_of_its_record(tmp_path: Path) -> None:
+    two_runs(tmp_path / "r.json")
+    before = (tmp_path / "r.json").read_bytes()
+    found = CliRunner().invoke(app, ["report", str(tmp_path / "r.json")])
+    assert found.exit_code == 2
+    assert "expected a .jsonl file" in found.stderr
+    assert (tmp_path / "r.json").read_bytes() == before
 
 
 def test_a_result_without_what_is_drawn_is_refused(tmp_path: Path) -> None:

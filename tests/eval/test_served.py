@@ -54,6 +54,41 @@ def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -
         ServedScorer(url)
 
 
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/v1/models", b'{"data": null}', "models: expected the answer of a vLLM server"),
+        ("/v1/models", b'{"data": [{"name": "x"}]}', "KeyError: 'id'"),
+        ("/v1/models", b"no HTTP at all\r\n\r\n", "no OpenAI server answers"),
+        ("/tokenize", b'{"count": 1}', "KeyError: 'tokens'"),
+        ("/tokenize", b'{"tokens": []}', "'What' has no tokens"),
+        ("/v1/completions", b'{"choices": []}', "IndexError"),
+        ("/v1/completions", b'{"choices": [', "IncompleteRead"),
+    ],
+)
+def test_an_answer_that_is_none_of_vllm_s_is_named(
+    url: str, path: str, answer: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(endpoint: Endpoint, *given: object) -> None:
+        if endpoint.path != path:
+            return usual(endpoint, *given)
+        if answer.startswith(b"{"):
+            size = len(answer) + 100 * answer.endswith(b"[")  # more is promised than comes
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n"
+            endpoint.wfile.write(head.encode())
+        endpoint.wfile.write(answer)
+
+    def ask() -> None:
+        scorer = ServedScorer(url)
+        scorer.encode("What")
+        scorer.reply([make_text(0, (1, 2))])
+
+    usual = Endpoint._send
+    monkeypatch.setattr(Endpoint, "_send", send)
+    with pytest.raises(ServerError, match=re.escape(message)):
+        ask()
+
+
 def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -86,6 +121,39 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["report", str(record)]).exit_code == 0
     written = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert written["retrieval"] == document["retrieval"]
+
+
+def test_labels_and_folders_are_printed_as_they_are(url: str, tmp_path: Path) -> None:
+    out = tmp_path / ("long " * 20) / "[red]"
+    arguments = ["--base-url", f"[new]={url}", "--length", "2500", "--samples", "1"]
+    arguments += ["--task", "records", "--variant", "plain", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"wrote {out}/quality.csv\n" in result.stdout
+    assert " [new] " in result.stdout
+    assert "[new]: done" in result.stderr
+
+
+def test_another_commit_scores_a_server_anew(url: str, tmp_path: Path) -> None:
+    arguments = ["--base-url", url, "--length", "2500", "--task", "records", "--samples", "1"]
+    arguments += ["--variant", "plain", "--out", str(tmp_path)]
+    for count, commit in enumerate(("old", "new"), 1):
+        result = CliRunner().invoke(app, [*arguments, "--commit", commit])
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / "quality.jsonl").read_text().count('"kind": "prompt"') == count
+
+
+def test_a_report_is_of_the_prompts_that_were_asked_last(url: str, tmp_path: Path) -> None:
+    arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}", "--length", "2500"]
+    arguments += ["--task", "records", "--variant", "plain", "--out", str(tmp_path)]
+    for samples, seed in (("3", "0"), ("2", "1")):
+        result = CliRunner().invoke(app, [*arguments, "--samples", samples, "--seed", seed])
+        assert result.exit_code == 0, result.output
+        document = json.loads((tmp_path / "quality.json").read_text())
+        assert [row["prompts"] for row in document["retrieval"]] == [int(samples)] * 2
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "quality.jsonl")]).exit_code == 0
+    document = json.loads((tmp_path / "quality.json").read_text())
+    assert [row["prompts"] for row in document["retrieval"]] == [5, 5]  # all of the record
 
 
 def test_a_wrong_folder_of_texts_is_named_before_an_engine_starts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from sparsek_backend.eval.workers import WorkerError, run_worker
+from tests.processes import wait_until
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -30,6 +31,10 @@ def work(job):
         os.kill(os.getpid(), 9)
     if job["do"] == "hang":
         open(job.get("left", os.devnull), "w").write(str(os.getpid()))
+        time.sleep(3600)
+    if job["do"] == "engine_hang":
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        open(job["left"], "w").write(str(left.pid))
         time.sleep(3600)
     if job["do"] == "leave":
         left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -91,10 +96,19 @@ def test_what_a_dead_worker_leaves_behind_is_not_waited_for(module: str, tmp_pat
     assert there != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_worker_ends_with_a_killed_parent(module: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_engine_of_a_silent_worker_is_ended(module: str, tmp_path: Path) -> None:
+    job = {"do": "engine_hang", "left": str(tmp_path / "left")}
+    with pytest.raises(WorkerError, match="said nothing for 5 s"):
+        run_worker(module, job, label="budget 'x'", on_progress=lambda _: None, timeout=5)
+    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "left").read_text())))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("do", ["hang", "engine_hang"])
+def test_a_worker_ends_with_a_killed_parent(do: str, module: str, tmp_path: Path) -> None:
     left = tmp_path / "left"
-    job = {"do": "hang", "left": str(left)}
+    job = {"do": do, "left": str(left)}
     code = f"""
 from sparsek_backend.eval.workers import run_worker
 run_worker({module!r}, {job!r}, label="x", on_progress=lambda _: None)

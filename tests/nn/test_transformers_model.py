@@ -82,6 +82,12 @@ def test_generate_continues_as_the_module_does(tied: bool, tmp_path: Path) -> No
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     found = model.generate(prompts, **options)
     assert torch.equal(found[:, 37:], complete(plain, prompts, 20))
+    mask = torch.ones_like(prompts)  # as tokenizers give it
+    kept = model.generate(prompts, attention_mask=mask, return_dict_in_generate=True, **options)
+    assert torch.equal(kept.sequences, found)
+    longer = torch.cat([found, prompts[:, :5]], dim=1)
+    again = model.generate(longer, past_key_values=kept.past_key_values, **options)
+    assert torch.equal(again, model.generate(longer, **options)), "goes on from its cache"
     found = model.generate(prompts, num_beams=3, **options)
     assert torch.equal(found, model.generate(prompts, num_beams=3, use_cache=False, **options))
     model.save_pretrained(tmp_path / "again")

@@ -99,7 +99,8 @@ def test_quickstart_names_a_port_in_use_before_the_set_up() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = run("bash", "deploy/quickstart.sh", "--port", port, SK_VENV="/nonexistent/venv")
+        command = ("bash", "deploy/quickstart.sh", "--port", port)
+        result = run(*command, SK_VENV="/nonexistent/venv", CDPATH=".")
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: port {port} is in use")
     assert "--port" in result.stderr

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -51,6 +55,28 @@ def test_the_compose_file_mounts_and_builds_from_files_that_exist() -> None:
     assert services["gpu"]["ipc"] == "host"
     (device,) = services["gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_health_check_asks_the_server_and_no_proxy(dockerfile: Path, status: int) -> None:
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Keep the test's output clean."""
+
+    (found,) = re.findall(r"(?m)^    CMD (\[.*\])$", dockerfile.read_text())
+    _, *arguments = json.loads(found)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        arguments = [one.replace("8000", str(server.server_port)) for one in arguments]
+        proxy = {"http_proxy": "http://127.0.0.1:1", "no_proxy": "", "NO_PROXY": ""}
+        done = processes.run(sys.executable, *arguments, env={**os.environ, **proxy})
+        server.shutdown()
+    assert done.returncode == (status != 200), done.stderr
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)

@@ -123,6 +123,7 @@ def test_values_for_llm_d_keep_to_the_schema_and_name_the_backend() -> None:
     decode = values["decode"]
     (container,) = decode["containers"]
     assert container["args"][:2] == ["--attention-backend", "SPARSEK"]
+    assert not values["modelArtifacts"]["authSecretName"], "a pod would wait for the secret"
     folder = values["modelArtifacts"]["mountPath"]
     assert set(caches(container["env"]).values()) == {f"{folder}/vllm", f"{folder}/triton"}
     assert decode["enableServiceLinks"] is False

@@ -91,6 +91,10 @@ def test_a_layout_is_made_once_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> 
     edges.copy_(edges.flip(0))
     first(torch.randn(32, 4), edges)
     assert len(made) == 2
+    for _ in range(3):  # a buffer for the edges of every step
+        edges.copy_(edges.flip(0))
+        first(torch.randn(32, 4), edges)
+    assert len(layout._layouts[edges]) == 1, "layouts of what it held before are gone"
 
 
 def test_graphs_of_inference_mode() -> None:
@@ -192,3 +196,6 @@ def test_refuses(message: str, arguments: dict[str, Any]) -> None:
         graph_layout(EDGES, 3, 16, **arguments)
     with pytest.raises(ValueError, match=r"x: expected shape \[N, 4\]"):
         GraphAttention(4, 8)(torch.randn(3, 5), EDGES)
+    layout, batch = graph_layout(EDGES, 3, 16), torch.tensor([0, 0, 0])
+    with pytest.raises(ValueError, match="batch: expected None with a layout"):
+        GraphAttention(4, 8)(torch.randn(3, 4), layout, batch)

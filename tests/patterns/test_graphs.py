@@ -160,6 +160,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (TypeError, "edge_index: expected dtype", lambda: edge_pattern(EDGES.int(), 3, 16)),
     (ValueError, "density: expected at least", lambda: edge_pattern(EDGES, 64, 16, density=0.1)),
     (ValueError, "order: expected shape", lambda: edge_pattern(EDGES, 3, 16, order=SAME[:2])),
+    (ValueError, "order: expected each node", lambda: edge_pattern(EDGES, 3, 16, order=SAME)),
     (ValueError, "k: expected fewer than the 3", lambda: knn_edges(torch.randn(3, 2), 3)),
     (ValueError, "hops: expected an integer >= 1", lambda: graph_knn_edges(EDGES, 3, 1, hops=0)),
     (ValueError, "method: expected 'louv", lambda: find_communities(EDGES, 3, method="x")),  # type: ignore[arg-type]

@@ -192,6 +192,11 @@ def test_a_model_attends_its_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.allclose(found[:, 16:], dense[:, 16:], atol=1e-2)
     with attend_patterns(model, {1: near}), pytest.raises(ValueError, match="pattern: expected 4"):
         model(ids[:, :64])
+    others: Any
+    for others in ({2: near}, {"1": near}):
+        refused = pytest.raises(ValueError, match="patterns: expected indices of the model's")
+        with refused, attend_patterns(model, others):
+            pass
 
 
 def test_a_model_trains_through_its_patterns() -> None:

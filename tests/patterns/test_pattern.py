@@ -183,6 +183,24 @@ def test_an_interrupted_save_leaves_the_file_before_it(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_one_file_may_be_written_twice_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    path, other = tmp_path / "p.safetensors", BlockSparsePattern.local((4, 4), 16, window=1)
+
+    def meanwhile(tensors: Any, where: Path, header: Any) -> None:
+        monkeypatch.setattr("safetensors.torch.save_file", save_file)
+        save_file(tensors, where, header)
+        other.save(path)  # as a process of the same number in another container does
+
+    monkeypatch.setattr("safetensors.torch.save_file", meanwhile)
+    learned(3, 5, 7).save(path)
+    assert BlockSparsePattern.load(path).shape == (5, 7)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_saved_file_has_the_permissions_of_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "new").touch()
     learned(1, 2, 2).save(tmp_path / "p.safetensors")
@@ -436,6 +454,10 @@ def test_refuses_matrices_and_graphs() -> None:
         make.from_scipy(sparse.csr_matrix(TRIANGLE.numpy()))
     with pytest.raises(ValueError, match="matrix: expected blocks of one shape"):
         make.from_scipy([sparse.csr_matrix(x.numpy()) for x in (TRIANGLE, TRIANGLE[:2])], 16)
+    for columns in ([5, 0], [-1, 0]):
+        outside = sparse.csr_matrix(([1.0, 1.0], columns, [0, 1, 2]), shape=(2, 3))
+        with pytest.raises(ValueError, match="matrix: expected a valid one"):
+            make.from_scipy(outside, 16)
     with pytest.raises(ValueError, match="graph: expected the nodes 0 to 1"):
         make.from_graph(networkx.Graph([(1, 2)]), 16)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from sparsek_backend.patterns import BlockSparsePattern, ModelPatterns
 from sparsek_backend.patterns.tools.cli import app
+from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
 
 runner = CliRunner()
@@ -93,6 +95,10 @@ def test_layers_have_one_grid() -> None:
         ModelPatterns({0: pattern, 1: BlockSparsePattern.local((4, 4), 32, window=1)})
     with pytest.raises(ValueError, match="patterns: expected one block size and shape"):
         ModelPatterns({})
+    with pytest.raises(ValueError, match="sparsity: expected 0 to below 1"):
+        ModelPatterns({0: pattern}, sparsity=1.0)
+    with pytest.raises(ValueError, match="layer: expected an integer >= 0, got -1"):
+        ModelPatterns({-1: pattern})
 
 
 def test_statistics_by_hand() -> None:
@@ -171,10 +177,13 @@ def test_convert_command(file: Path, tmp_path: Path) -> None:
             ["learn", "m", "--out", "x", "--windows", "--pooled"],
             "error: --windows: expected neither",
         ),
+        (["learn", "m", "--out", "x", "--windows", "--window", "2"], "error: --windows: expected"),
+        (["learn", "m", "--out", "x", "--windows", "--measure", "l1"], "error: --windows: expec"),
         (
             ["learn", "m", "--out", "x", "--prefill", "--model-budget"],
             "error: --prefill: expected neither",
         ),
+        (["learn", "m", "--out", "x", "--prefill", "--preset", "high_accuracy"], "error: --prefi"),
     ],
 )
 def test_errors_take_one_line(arguments: list[str], message: str, file: Path) -> None:
@@ -191,6 +200,16 @@ def test_a_file_that_is_no_matrix_takes_one_line(content: bytes, tmp_path: Path)
     result = runner.invoke(app, ["stats", str(path), "--block-size", "16"])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: path: expected a scipy sparse matrix")
+
+
+def test_a_damaged_matrix_is_a_value_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    write_patterns(ModelPatterns({0: BlockSparsePattern.local((9, 9), 16, window=3)}), path)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 3]) + content[place + 1 :])
+        with suppress(ValueError):  # some bytes nobody reads
+            read_patterns(path, block_size=16)
 
 
 def test_layers_may_share_a_pattern(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices import spy_on_guards
 from tests.transformers_op.tiny import configure, logits, make_model, tokens, visible
 from tests.vllm_backend.gate_files import make_gates_folder
 
@@ -154,6 +155,18 @@ def test_generation_selects_per_token() -> None:
     with torch.no_grad():
         again = model(long[:, :-1]).logits[:, 299:].argmax(-1)
     assert torch.equal(again, long[:, 300:])
+
+
+def test_pages_are_made_and_read_on_the_device_of_the_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = make_model(), tokens(1, 500)
+    configure(model, **SPARSE)
+    names = ("pages_of", "paged_attention", "select_blocks")
+    guarded = spy_on_guards(monkeypatch, topk, *names)
+    model.generate(ids, max_new_tokens=2, do_sample=False)
+    model(ids, labels=ids).loss.backward()
+    assert set(guarded) == {True}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.transformers_op.tiny import configure, make_model, tokens
 
 import transformers  # isort: skip
 from sparsek_backend.transformers_op import SinkWindowCache  # isort: skip
+from sparsek_backend.transformers_op.cache import rotate  # isort: skip
 
 WINDOW: dict[str, Any] = {
     "mode": "sink_window",
@@ -93,7 +95,7 @@ def test_sinks_move_as_the_layer_turns_its_keys(kind: str) -> None:
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     configure(model, **WINDOW)
     cache = SinkWindowCache(model)
-    rotary = [(x.inv_freq, x.interleaved) for x in cache.layers]
+    rotary = [(x.rotary.inv_freq, x.rotary.interleaved) for x in cache.layers]
     assert [(x if x is None else len(x), y) for x, y in rotary] == wanted
     # Keys of the first layer depend on token and position alone.
     ids, dropped = tokens(1, 60), 60 - 4 - 15
@@ -102,6 +104,33 @@ def test_sinks_move_as_the_layer_turns_its_keys(kind: str) -> None:
         model(ids, past_key_values=cache)
         model(ids[:, :4], position_ids=dropped + torch.arange(4)[None], past_key_values=later)
     assert (cache.layers[0].keys[..., :4, :] - later.layers[0].keys).abs().max().item() < 1e-4
+
+
+LONGER_THAN_TRAINED: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", LONGER_THAN_TRAINED)
+@pytest.mark.parametrize("copied", [False, True])
+def test_sinks_move_by_the_frequencies_of_the_text_so_far(kind: str, copied: bool) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 48}
+    model = make_model(rope_parameters=rope | LONGER_THAN_TRAINED[kind])
+    rotary = model.model.rotary_emb
+    model.config.max_position_embeddings = 48
+    rotary.original_max_seq_len = rotary.max_seq_len_cached = 48
+    configure(model, **WINDOW)
+    cache, ids, trained = SinkWindowCache(model), tokens(1, 60), rotary.inv_freq
+    cache = copy.deepcopy(cache) if copied else cache
+    with torch.no_grad():
+        for part in ids.split(5, dim=1):
+            model(part, past_key_values=cache)
+    assert not torch.equal(rotary.inv_freq, trained)
+    layer = cache.layers[0]
+    assert layer._sink_keys is not None
+    wanted = rotate(layer._sink_keys, 60 - 4 - 15, rotary.inv_freq, False)
+    assert torch.equal(layer.keys[..., :4, :], wanted)
 
 
 def test_keys_that_turn_otherwise_are_refused() -> None:

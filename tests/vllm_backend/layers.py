@@ -45,7 +45,7 @@ def building(config: Any) -> Iterator[Any]:
     config.compilation_config.static_forward_context.clear()
 
 
-def make_layer(index: int = 0, **options: Any) -> Any:
+def make_layer(index: int = 0, head_size: int = DIM, **options: Any) -> Any:
     """vLLM's own attention layer, as a model builds it."""
     from vllm.model_executor.layers.attention import Attention
 
@@ -53,8 +53,8 @@ def make_layer(index: int = 0, **options: Any) -> Any:
 
     return Attention(
         HEADS,
-        DIM,
-        DIM**-0.5,
+        head_size,
+        head_size**-0.5,
         num_kv_heads=KV_HEADS,
         prefix=f"model.layers.{index}.attn",
         attn_backend=SparseKBackend,

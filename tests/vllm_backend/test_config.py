@@ -238,6 +238,11 @@ def test_the_section_among_others() -> None:
     assert read_section({"other": {}, "sparsek": {"top_k": 8}}) == {"top_k": 8}
 
 
+def test_paths_from_the_environment_stay_as_they_are() -> None:
+    environ = {"SPARSEK_MODE": "pattern", "SPARSEK_PATTERN": "2026"}
+    assert resolve_config(None, environ).config.pattern == "2026"
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("2", 2), ("0,1,5", (0, 1, 5)), ("[3]", (3,)), (" 4 ", 4)]
 )

@@ -119,6 +119,18 @@ def test_decoders(kind: str, reason: str | None, prompts: list[list[int]], tmp_p
     assert grown == ({reason} if reason else set())
 
 
+def test_shared_pages_without_the_hybrid_kv_manager(
+    prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Some KV connectors switch it off; then windows and whole contexts have pages of one kind."""
+    model = make_tiny_model("shared_kv", tmp_path)
+    found, wanted = (
+        decode(model, backend, prompts, disable_hybrid_kv_cache_manager=True)
+        for backend in ("SPARSEK", "CPU_ATTN")
+    )
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=0)
+
+
 def test_weights_in_4_bits(prompts: list[list[int]], tmp_path: Path) -> None:
     """In 16 bits rounding moves logits a little everywhere; a wrong mask moves most of them far."""
     import vllm._custom_ops  # noqa: F401, which loads torch.ops._C

@@ -5,18 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from sparsek_backend.patterns.prefill import PrefillPattern
+from tests.vllm_backend.engines import engine, generate, layers, requires_cpu_vllm
+from tests.vllm_backend.gate_files import make_gates_folder
 from tests.vllm_backend.layers import building, make_builder, make_config, make_layer
+from tests.vllm_backend.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("registered")
 
 
 def test_the_environment_is_read_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsek_backend.vllm_backend import engine
+    from sparsek_backend.vllm_backend import engine as shared
 
     read = []
-    settings = engine.engine_config
-    monkeypatch.setattr(engine, "engine_config", lambda config: read.append(1) or settings(config))
+    settings = shared.engine_config
+    monkeypatch.setattr(shared, "engine_config", lambda config: read.append(1) or settings(config))
     with building(make_config(tmp_path)) as config:
         for index in range(2):
             builder, _ = make_builder(make_layer(index), config)
@@ -39,3 +44,41 @@ def test_draft_models_belong_to_the_engine(tmp_path: Any) -> None:
             make_layer(1, per_layer_sliding_window=48)
         assert engine_of(copy) is engine_of(config) is latest_engine()
         assert SparseKBackend.customize_spec(spec).page_size_bytes > spec.page_size_bytes
+
+
+@pytest.mark.engine
+@requires_cpu_vllm
+@pytest.mark.parametrize("mode", ["pattern", "infllm", "seer"])
+def test_a_draft_model_needs_nothing_that_was_learned_for_the_served_one(
+    mode: str, tmp_path: Any
+) -> None:
+    """Its layers count on from the served model's, whatever they call themselves."""
+    kinds = {"pattern": "llama", "infllm": "minicpm", "seer": "qk_norm"}
+    model = make_tiny_model(kinds[mode], tmp_path / "model")
+    draft = make_tiny_model("mqa", tmp_path / "draft")
+    settings: dict[str, Any] = {"mode": mode, "dense_layers": [0, 2, 3]}
+    if mode == "pattern":
+        entries = torch.tensor([[3, -4, 1, -9], [-6, -5, 7, 2]], dtype=torch.int32)
+        PrefillPattern({0: entries, 1: entries}, 64).save(tmp_path / "pattern")
+        settings["pattern"] = str(tmp_path / "pattern")
+    if mode == "seer":
+        settings["gates"] = str(make_gates_folder(tmp_path / "gates"))
+    with engine(
+        model,
+        "SPARSEK",
+        settings,
+        max_model_len=320,
+        skip_tokenizer_init=True,
+        speculative_config={
+            "method": "draft_model",
+            "model": str(draft),
+            "num_speculative_tokens": 2,
+            "attention_backend": "SPARSEK",
+        },
+    ) as llm:
+        selects = {layer.layer_name: layer.impl.policy.selects_blocks for layer in layers(llm)}
+        (output,) = generate(llm, [range(3, 203)], together=True, max_tokens=4)
+    names = [f"model.layers.{index}.self_attn.attn" for index in range(2)]
+    drafts = {f"draft_model.{name}": False for name in names}
+    assert selects == {names[0]: False, names[1]: True, **drafts}
+    assert len(output.outputs[0].token_ids) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -104,6 +105,16 @@ def test_kernels_of_means_are_compiled_at_the_start(
     assert all(batch.rotation is builder.rotation for batch in attended)
 
 
+def test_heads_of_another_size_stop_the_start(current: Any, request: Any) -> None:
+    """As a draft model's; its first step would end the engine."""
+    layer = make_layer(1, head_size=2 * DIM)
+    turns_back = request.node.callspec.id == "use_nope"
+    words = f"layer 1 has heads of {2 * DIM} channels, .* of heads of {DIM}; use dense_layers"
+    with pytest.raises(NotImplementedError, match=words) if turns_back else nullcontext():
+        make_builder(layer, current)
+    make_builder(make_layer(0, head_size=2 * DIM), current)  # it attends everything
+
+
 def test_the_rotation_goes_to_the_device_once() -> None:
     """In a thread of its own, whose allocations outlive a sleeping engine's KV cache."""
     threads = []
@@ -141,3 +152,17 @@ def test_reading_the_rotation_leaves_the_models_own_as_it_is(current: Any) -> No
         rotary.cos_sin_cache = before
     assert turned.dtype == torch.float32
     torch.testing.assert_close(turned, own[: len(turned)].float(), atol=0, rtol=0)
+
+
+def test_the_rotation_reaches_as_far_as_contexts_do(registered: None, tmp_path: Any) -> None:
+    """Scaled RoPE turns positions beyond ``max_position_embeddings`` too."""
+    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    config = make_config(
+        tmp_path, hf_overrides={"max_position_embeddings": 128, "rope_parameters": scaled}
+    )
+    with building(config):
+        turned = compat.rotation_of(config.model_config)
+    assert turned.shape == (config.model_config.max_model_len, DIM) == (512, DIM)
+    angle = torch.tensor(511 / 4.0) * 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
+    wanted = torch.cat([angle.cos(), angle.sin()])
+    torch.testing.assert_close(turned[511], wanted, atol=1e-4, rtol=0)

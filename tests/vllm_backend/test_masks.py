@@ -64,6 +64,22 @@ def test_bidirectional_prefix_is_served_by_the_fallback(current: Any) -> None:
         torch.testing.assert_close(output[rows], expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
+def test_an_image_of_another_request_changes_nothing(current: Any) -> None:
+    """Decodes beside it select as ever, one with an image in its past among them."""
+    layer = make_layer()
+    builder, spec = make_builder(layer, current)
+    cache = make_cache(spec, 64)
+    run(layer, builder, cache, make_step([400, 500], [400, 500], 64), seed=1)
+    found = []
+    for ranges in (None, {1: [(5, 60)], 2: [(5, 60)]}):
+        step = make_step([401, 501, 90], [1, 1, 90], 64, mm_req_doc_ranges=ranges)
+        metadata, *_, output = run(layer, builder, cache, step)
+        found.append(output)
+    assert metadata.mm_prefix_range == ((), (), [(5, 60)])
+    assert torch.equal(found[0][:2], found[1][:2])
+    assert not torch.allclose(found[0][7:62], found[1][7:62], atol=1e-3)
+
+
 def test_prefixes_that_are_past_need_no_fallback(current: Any) -> None:
     layer = make_layer()
     builder, _ = make_builder(layer, current)

@@ -17,6 +17,7 @@ from tests.vllm_backend.engines import (
     counted_preemptions,
     engine,
     generate,
+    layers,
     model_runner,
     requires_cpu_vllm,
     scheduler,
@@ -163,6 +164,42 @@ REFUSED: dict[str, tuple[NSALlamaConfig, dict[str, Any], dict[str, Any], str]] =
         "kv_cache_dtype: expected auto for a model with an nsa section, got bfloat16",
     ),
 }
+
+
+@pytest.mark.parametrize("way", ["load_weights", "reload_weights"])
+def test_weights_that_come_while_it_runs(
+    way: str, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """From a trainer, or by vLLM's reload: constants follow, where captured steps read them."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    make_model(CONFIG, first)
+    model = make_model(CONFIG, second)
+    compression = {name: x for name, x in model.named_parameters() if ".phi_" in name}
+    for weight in compression.values():
+        weight.copy_(0.3 * torch.randn_like(weight))
+    model.save_pretrained(second)
+    expected = complete(model, prompts[0], 16)
+
+    def constants(llm: Any) -> list[torch.Tensor]:
+        found = [layer.impl.compression.constants for layer in layers(llm)]
+        return [x for pair in found for x in pair if x is not None]
+
+    with engine(first, "SPARSEK", **OPTIONS) as llm:
+        before = constants(llm)
+        addresses = [x.data_ptr() for x in before]
+        assert tokens(generate(llm, prompts[:1], together=True)) != [expected]
+        llm.reset_prefix_cache()
+        if way == "load_weights":
+            model_runner(llm).model.load_weights(compression.items())
+        else:
+            model_runner(llm).reload_weights(weights_path=str(second))
+        assert tokens(generate(llm, prompts[:1], together=True)) == [expected]
+        renewed = constants(llm)
+    with engine(second, "SPARSEK", **OPTIONS) as llm:
+        wanted = constants(llm)
+    assert [x.data_ptr() for x in renewed] == addresses
+    torch.testing.assert_close(renewed, wanted)
+    assert len(wanted) == 2 * CONFIG.num_hidden_layers
 
 
 @pytest.mark.parametrize(

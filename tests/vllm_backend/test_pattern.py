@@ -65,6 +65,23 @@ def test_a_layer_follows_the_file(layer_index: int, file: Path, tmp_path: Path) 
     torch.testing.assert_close(wanted[:2], by_score[:2])
 
 
+def test_decoded_tokens_alone_need_no_lists(file: Path, tmp_path: Path) -> None:
+    """Where ``sparse_phase`` leaves prompts dense, as to measure what decoding loses."""
+    section = {"sparsek": settings(file, sparse_phase="decode")}
+    with building(make_config(tmp_path, additional_config=section)) as config:
+        layer = make_layer(0)
+        builder, spec = make_builder(layer, config)
+    cache = make_cache(spec, 64)
+    run(layer, builder, cache, make_step([299], [299], 64), seed=1)
+    step = make_step([300, 400], [1, 400], 64)
+    metadata, q, _, _, output = run(layer, builder, cache, step)
+    caches = (*keys_and_values(cache), metadata.batch)
+    wanted = paged_attention_reference(q, *caches, layer.impl.policy)
+    torch.testing.assert_close(output.double(), wanted, atol=1e-5, rtol=1e-5)
+    assert layer.impl.policy.prefill.is_dense
+    assert layer.impl.policy.decode.selects_blocks
+
+
 @pytest.mark.parametrize(
     ("entries", "size", "message"),
     [
@@ -100,6 +117,8 @@ def test_a_budget_over_every_context_stops_the_start(name: str, file: Path, tmp_
 def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pattern \(from .*\): path: expected a pattern file"):
         make_config(tmp_path, additional_config={"sparsek": settings(tmp_path / "gone")})
+    with pytest.raises(ValueError, match=r"pattern \(from .*\): .* too long.*; remedy: make"):
+        make_config(tmp_path, additional_config={"sparsek": settings(Path("a" * 300))})
 
 
 @pytest.mark.engine

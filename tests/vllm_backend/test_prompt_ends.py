@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.drafts import speculation
 from tests.vllm_backend.engines import (
     engine,
@@ -24,7 +25,16 @@ from tests.vllm_backend.engines import (
     scheduler,
     tokens,
 )
-from tests.vllm_backend.layers import building, make_builder, make_config, make_layer, make_step
+from tests.vllm_backend.layers import (
+    building,
+    keys_and_values,
+    make_builder,
+    make_cache,
+    make_config,
+    make_layer,
+    make_step,
+    run,
+)
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -140,6 +150,32 @@ def test_layers_without_dense_ends_ask_nothing(tmp_path: Path, warnings: list[st
     builder.engine.prompt_lengths = np.array([900])
     assert builder.build(0, make_step([400], [100], 64)).batch.prompt_left_host is None
     assert warnings == []
+
+
+def test_prompts_that_are_dense_end_dense(tmp_path: Path) -> None:
+    """As in mode ``seer``, without ``dense_last``; what follows the prompt selects."""
+    settings = {"sparsek": {**SPARSE, "dense_last": 0, "sparse_phase": "decode"}}
+    with building(make_config(tmp_path, additional_config=settings)) as config:
+        layer = make_layer()
+        builder, spec = make_builder(layer, config)
+    builder.reorder_batch_threshold = 2
+    cache = make_cache(spec, 64)
+    run(layer, builder, cache, make_step([399, 400, 499], [399, 400, 499], 64), seed=1)
+    outputs = []
+    for prompts in ([400, 401, 600], [600, 600, 600], None):  # a token of an answer, or none
+        builder.engine.prompt_lengths = None if prompts is None else np.array(prompts)
+        step = make_step([401, 402, 500], [2, 2, 1], 64)
+        metadata, q, _, _, output = run(layer, builder, cache, step)
+        caches = (*keys_and_values(cache), metadata.batch)
+        wanted = paged_attention_reference(q, *caches, layer.impl.policy)
+        torch.testing.assert_close(output.double(), wanted, atol=1e-5, rtol=1e-5)
+        counted = (metadata.attended.decode, metadata.context.decode)
+        outputs.append((output, counted[0] / counted[1]))
+    (first, some), (whole, every), (selected, few) = outputs
+    same = [torch.allclose(a, b, atol=1e-5) for a, b in zip(first, whole, strict=True)]
+    assert same == [True, False, True, False, True]
+    assert not any(torch.allclose(a, b, atol=1e-3) for a, b in zip(whole, selected, strict=True))
+    assert few < some < every == 1.0
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -89,6 +89,9 @@ def test_folders_without_gates(tmp_path: Path) -> None:
     for folder in (None, tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match=r"setting gates: .*attn_gate_weights.pth, got"):
             resolve(folder)
+    for name in ("~nobody-of-this-name/gates", "a" * 300):
+        with pytest.raises(ConfigError, match=r"setting gates: got '.*; remedy: set gates"):
+            resolve_config({"mode": "seer", "gates": name}, {})
     (tmp_path / "attn_gate_weights.pth").touch()
     with pytest.raises(ConfigError, match=r"config.json: .*No such file.*; remedy: set gates"):
         resolve(tmp_path)

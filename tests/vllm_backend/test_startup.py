@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,29 @@ def test_pages_that_do_not_fit() -> None:
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["block_topk", "infllm"])
+@pytest.mark.parametrize("page_size", [16, 48, 64, 80, 96, 128, 192])
+@pytest.mark.parametrize("size", [16, 32, 48, 64, 96, 128])
+def test_remedies_of_pages_that_do_not_fit(size: int, page_size: int, mode: str) -> None:
+    """Each of them, followed alone, lets the engine start."""
+    from sparsek_backend.vllm_backend.settings import check_page_size
+
+    def settings(size: int) -> Any:
+        if mode == "infllm":
+            return resolve_config({"mode": mode}, {}, {"block_size": size})
+        return resolve_config({"sel_block_size": size}, {})
+
+    try:
+        check_page_size(settings(size), page_size)
+    except ConfigError as error:
+        found = re.search(r"--block-size (\d+)(?:, or set sel_block_size to (\d+))?", str(error))
+        assert found is not None
+        check_page_size(settings(size), int(found[1]))
+        assert mode == "block_topk" or found[2] is None  # the model has blocks of one size
+        if found[2] is not None:
+            check_page_size(settings(int(found[2])), page_size)
+
+
 @pytest.mark.parametrize("page_size", [64, 128, 192])
 def test_pages_that_fit(page_size: int) -> None:
     from sparsek_backend.vllm_backend.settings import check_page_size
@@ -196,7 +220,7 @@ def test_a_good_engine_is_configured(llama: Path) -> None:
         ({"additional_config": {"sparsek": {"dense_layers": 3}}}, ("which has 2", "got 3")),
         (
             {"additional_config": {"sparsek": {"sel_block_size": 96}}},
-            ("sel_block_size", "KV page of 128", "--block-size 96"),
+            ("sel_block_size", "KV page of 128", "--block-size 192, or set sel_block_size to 128"),
         ),
         (
             {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
@@ -233,6 +257,22 @@ def test_settings_stop_the_start(
 def test_every_layer_of_the_model_may_be_dense(llama: Path) -> None:
     for layers in (0, 2, [], [0, 1]):
         configure(llama, additional_config={"sparsek": {"dense_layers": layers}})
+
+
+def test_contexts_that_no_list_can_number_stop_the_start(llama: Path) -> None:
+    """As of Llama 4 Scout, whose own limit is 10M tokens."""
+
+    def start(length: int, mode: str) -> None:
+        overrides = {"max_position_embeddings": 10 << 20}
+        settings = {"sparsek": {"mode": mode}}
+        configure(llama, hf_overrides=overrides, max_model_len=length, additional_config=settings)
+
+    most = 4 << 20
+    start(most, "block_topk")
+    start(most + 1, "sink_window")
+    words = rf"max_model_len of at most {most} .* got {most + 1}; remedy: --max-model-len {most}"
+    with pytest.raises(ValueError, match=words):
+        start(most + 1, "block_topk")
 
 
 def test_settings_from_the_environment_stop_the_start(

@@ -104,7 +104,11 @@ FIELDS: dict[str, dict[str, Names]] = {
     "v1/kv_cache_interface.py": {
         "KVCacheSpec": ("block_size",),
         "AttentionSpec": ("num_kv_heads", "head_size", "dtype", "page_size_padded"),
+        "SlidingWindowSpec": ("sliding_window",),
+        "ChunkedLocalAttentionSpec": ("attention_chunk_size",),
     },
+    "config/scheduler.py": {"SchedulerConfig": ("disable_hybrid_kv_cache_manager",)},
+    "config/speculative.py": {"SpeculativeConfig": ("target_model_config", "draft_model_config")},
 }
 """Fields of classes by file."""
 

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.xformers_op.cases import BATCHED, DEVICES, PACKED, ab, assert_close, fmha, inputs
+from tests.xformers_op.cases import (
+    BATCHED,
+    DECODING,
+    DEVICES,
+    PACKED,
+    ab,
+    assert_close,
+    fmha,
+    inputs,
+)
 
 from sparsek_backend.xformers_op import BwOp, FwOp, install  # isort: skip
 
@@ -43,6 +52,23 @@ def test_full_graph(name: str, op: Any, device: str) -> None:
     assert_close("out", found, wanted, 1e-6)
     for grad, want in zip(grads, wanted_grads, strict=True):
         assert_close("grad", grad, want, 1e-5)
+
+
+@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("device", DEVICES)
+def test_full_graph_of_decoding(name: str, device: str) -> None:
+    make, num_q, rows = DECODING[name]
+    q, k, v = inputs(num_q, rows, device=device)
+    bias = make(q.device)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = fmha.memory_efficient_attention(q, k, v, bias, op=(FwOp, None))
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(q), attend(q))
 
 
 @pytest.mark.parametrize("device", DEVICES)

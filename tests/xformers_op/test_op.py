@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices import spy_on_guards
 from tests.xformers_op.cases import (
     BATCHED,
     DECODING,
@@ -21,8 +22,10 @@ from tests.xformers_op.cases import (
     reference,
 )
 
-from sparsek_backend.xformers_op import BwOp, FwOp, SinkWindowMask  # isort: skip
+from sparsek_backend.xformers_op import BwOp, FwOp, SinkWindowMask, paged  # isort: skip
+from sparsek_kernels.block_sparse import ops as block_sparse_ops  # isort: skip
 from sparsek_kernels.fallback import fallback_counts  # isort: skip
+from sparsek_kernels.sink_window import ops as sink_window_ops  # isort: skip
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -52,6 +55,40 @@ def test_layouts(name: str, heads: tuple[int, ...], device: str) -> None:
         pytest.skip("xFormers takes BMK with no bias, tensors and LowerTriangularMask only")
     q, k, v = inputs(num_q, num_k, batch=2, heads=heads, device=device)
     check_pair(q, k, v, make(q.device))
+
+
+@pytest.mark.parametrize("name", ["padded-causal", "paged-causal"])
+def test_what_paged_kernels_do_not_take_is_gathered(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, num_q, rows = DECODING[name]
+    q, k, v = inputs(num_q, rows, device=device)
+    bias = make(q.device)
+    wanted = reference(q, k, v, bias)[0]
+    monkeypatch.delattr(paged, "paged_attention")
+    for index in range(3):
+        given = [q, k, v]
+        given[index] = given[index].mT.contiguous().mT  # rows that are not contiguous
+        found = fmha.memory_efficient_attention_forward(*given, bias, op=FwOp)
+        assert_close("out", found, wanted, 2e-5)
+
+
+def test_pages_without_queries_give_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = ab.BlockDiagonalCausalWithOffsetPaddedKeysMask
+    bias = kind.from_seqlens([0, 0], 64, [30, 64], device=torch.device(device))
+    q, k, v = inputs(0, 128, device=device)
+    monkeypatch.delattr(paged, "paged_attention")
+    assert fmha.memory_efficient_attention_forward(q, k, v, bias, op=FwOp).shape == q.shape
+
+
+def test_pages_are_read_on_the_device_of_the_query(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, num_q, rows = DECODING["paged-causal"]
+    q, k, v = inputs(num_q, rows, device=device)
+    guarded = spy_on_guards(monkeypatch, paged, "paged_attention")
+    fmha.memory_efficient_attention_forward(q, k, v, make(q.device), op=FwOp)
+    assert guarded == [True]
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(16, 24), (24, 16), (1, 3), (80, 80)])
@@ -255,6 +292,27 @@ def test_low_level_backward(device: str) -> None:
     wanted = torch.autograd.grad(reference(*twins, bias)[0], twins, grad.double())
     for name, a, b in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         assert_close(name, a, b, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["none", "block-sparse-heads"])
+def test_backward_of_a_padded_log_sum_exp(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """xFormers' CUTLASS operator leaves one, and hands it to whoever runs backward."""
+    make, num_q, num_k = BATCHED[name]
+    q, k, v = inputs(num_q, num_k, batch=2, device=device)
+    bias = make(q.device)
+    out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, bias, op=FwOp)
+    grad = torch.randn_like(out)
+    padded = torch.nn.functional.pad(lse, (0, -num_q % 32), value=float("inf"))
+    for family in (block_sparse_ops, sink_window_ops):
+        if not torch.cuda.is_available():  # where kernels are interpreted
+            monkeypatch.setattr(family, "runs_kernels", lambda x: True)
+    found = fmha.memory_efficient_attention_backward(grad, out, padded, q, k, v, bias, op=BwOp)
+    twins = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = torch.autograd.grad(reference(*twins, bias)[0], twins, grad.double())
+    for which, a, b in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        assert_close(which, a, b, 1e-4)
 
 
 @pytest.mark.parametrize(

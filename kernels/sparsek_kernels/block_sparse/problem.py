@@ -10,13 +10,14 @@ import torch
 from sparsek_kernels.block_sparse.config import LaunchConfig, ProblemShape, select_config
 from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.common.dropout import LEVELS, drop_threshold
+from sparsek_kernels.common.operators import make_contiguous
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseProblem:
     """Checked inputs of one call, as ``block_sparse_attention`` and ``BlockStructure`` name them.
 
-    Without dropout there is no ``rng_state``.
+    Without dropout there is no ``rng_state``; it is made contiguous.
     """
 
     q: torch.Tensor
@@ -33,6 +34,9 @@ class BlockSparseProblem:
     query_mask: torch.Tensor | None = None
     rng_state: torch.Tensor | None = None
     dropout_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        make_contiguous(self, "rng_state")
 
     @cached_property
     def shape(self) -> ProblemShape:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch.autograd import forward_ad
 
 
 @lru_cache(maxsize=64)
@@ -37,3 +38,9 @@ current_stream: Callable[[int], int] = getattr(
     lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is at work."""
+    return _transforms() or forward_ad._current_level >= 0

@@ -38,6 +38,13 @@ def pointers(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[tor
     return tuple(stand_in if x is None else x for x in tensors)
 
 
+def make_contiguous(problem: object, *names: str) -> None:
+    """Copy these tensors of a frozen problem, where there are any, unless they are contiguous."""
+    for name in names:
+        x = getattr(problem, name)
+        object.__setattr__(problem, name, None if x is None else x.contiguous())
+
+
 def attention_operators(
     name: str,
     rest: str,
@@ -86,7 +93,7 @@ def attention_operators(
         *rest: Any,
     ) -> tuple[torch.Tensor, ...]:
         with torch.cuda.device_of(q):
-            found = passes(q)[1](problem(q, k, v, *rest), out, lse, dout, dlse)
+            found = passes(q)[1](problem(q, k, v, *rest), out, lse.contiguous(), dout, dlse)
         return tuple(q.new_empty(0) if x is None else x for x in found)
 
     @backward.register_fake

@@ -19,7 +19,8 @@ from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.api import sink_flash_attention
 
 
-def _check_phi(name: str, weights: PhiWeights, x: torch.Tensor, spec: NSASpec) -> None:
+def check_phi(name: str, weights: PhiWeights, x: torch.Tensor, spec: NSASpec) -> None:
+    """Check the weights of the learnable map for tokens ``x [B, M, Hkv, D]``."""
     if not isinstance(weights, PhiWeights):
         raise TypeError(f"{name}: expected PhiWeights, got {type(weights).__name__}")
     dim, block = x.shape[3], spec.cmp_block_size
@@ -84,7 +85,7 @@ def nsa_compress(
         if phi is None:
             found.append(ops.mean_pool(x, cu_seqlens, spec.as_list()))
         else:
-            _check_phi(name, phi, x, spec)
+            check_phi(name, phi, x, spec)
             found.append(phi_compress(x, phi, cu_seqlens, spec))
     return found[0], found[1]
 

@@ -59,7 +59,8 @@ def mean_pool(
 ) -> torch.Tensor:
     """Means of the compressed blocks of ``x [B, M, Hkv, D]``: ``[B, C, Hkv, D]``."""
     out = _new_means(x, cu_seqlens, spec)
-    _passes(x).mean_pool_forward(x, out, cu_seqlens, NSASpec(*spec))
+    with torch.cuda.device_of(x):
+        _passes(x).mean_pool_forward(x, out, cu_seqlens, NSASpec(*spec))
     return out
 
 
@@ -72,7 +73,8 @@ def mean_pool_bwd(
 ) -> torch.Tensor:
     """Gradient of the pooled tensor's input, ``[B, num_tokens, Hkv, D]``."""
     dx = _new_rows(dout, num_tokens)
-    _passes(dout).mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
+    with torch.cuda.device_of(dout):
+        _passes(dout).mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
     return dx
 
 
@@ -127,7 +129,8 @@ def compressed_select(
     """``compressed_fwd``, and ``select`` with its log-sum-exps; not differentiable."""
     problem = _compressed_problem(q, k_cmp, v_cmp, *rest)
     out, lse, found = new_like(q), new_lse(q), _new_indices(q, k_cmp, problem.spec.top_n)
-    _passes(q).attend_and_select(problem, out, lse, found)
+    with torch.cuda.device_of(q):
+        _passes(q).attend_and_select(problem, out, lse, found)
     return out, lse, found
 
 
@@ -147,7 +150,8 @@ def select(q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *rest: Any) 
     """Chosen blocks ``[B, N, Hkv, top_n]`` int32, ascending, ``-1`` after the last."""
     problem = _compressed_problem(q, k_cmp, k_cmp, *rest)
     found = _new_indices(q, k_cmp, problem.spec.top_n)
-    _passes(q).select_forward(problem, lse, found)
+    with torch.cuda.device_of(q):
+        _passes(q).select_forward(problem, lse, found)
     return found
 
 
@@ -187,7 +191,8 @@ def selected_gated(
 ) -> torch.Tensor:
     """Gated sum ``[B, N, Hq, D]`` of the selected branch and two outputs; not differentiable."""
     out = new_like(out_cmp)
-    _passes(out).selected_gated(SelectedProblem(*inputs), out, (out_cmp, out_swa), gates)
+    with torch.cuda.device_of(out):
+        _passes(out).selected_gated(SelectedProblem(*inputs), out, (out_cmp, out_swa), gates)
     return out
 
 
@@ -214,7 +219,8 @@ def branches(
     ``values`` receive the gradients.
     """
     out = new_like(outs[0])
-    _passes(out).gated_forward(out, outs, gates)
+    with torch.cuda.device_of(out):
+        _passes(out).gated_forward(out, outs, gates)
     return out
 
 
@@ -257,11 +263,12 @@ def branches_bwd(
         *rest,
     )  # fmt: skip
     found = None
-    if runs_kernels(q):
-        from sparsek_kernels.nsa.backward import backward
+    with torch.cuda.device_of(q):
+        if runs_kernels(q):
+            from sparsek_kernels.nsa.backward import backward
 
-        found = backward(problem, dout)
-    grads = found or _branch_gradients(problem, dout)
+            found = backward(problem, dout)
+        grads = found or _branch_gradients(problem, dout)
     return grads.q, list(grads.keys), list(grads.values), list(grads.gates)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sparsek_kernels.common import torch_attention
-from sparsek_kernels.common.operators import new_lse
+from sparsek_kernels.common.operators import new_like, new_lse
 from sparsek_kernels.common.precision import compute_dtype, row_sums, softmax_, without_autocast
 from sparsek_kernels.common.torch_attention import Part
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
@@ -238,7 +238,7 @@ def selected_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     delta = row_sums(dout, out, dlse)
-    dq, dk, dv = (torch.empty_like(x) for x in (problem.q, problem.k, problem.v))
+    dq, dk, dv = (new_like(x) for x in (problem.q, problem.k, problem.v))
     for b in range(problem.shape.batch):
         q, upstream = _by_token(b, problem.q, dout)
         pair = (problem.k[b : b + 1], problem.v[b : b + 1])

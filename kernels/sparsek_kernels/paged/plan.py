@@ -129,7 +129,8 @@ def plan_step(
 
     The ends of prompts that are not dense, which ``dense_last`` lets attend everything, come again
     as one dense segment after all others: also of prompts whose last tokens are so few that they
-    count as a decode.  A prompt by records comes token by token.
+    count as a decode, and all such tokens where prompts are dense.  A prompt by records comes token
+    by token.
 
     Args:
         batch: the step.
@@ -260,7 +261,7 @@ def _ends_of_decodes(
     batch: PagedBatch, policy: StepPolicy, seq_lens: Sequence[int] | None
 ) -> list[tuple[int, int, int]]:
     """Decodes that are the last tokens of a prompt, each with its queries that are exempt."""
-    rule, left, found = policy.prefill, batch.prompt_left_host, []
+    rule, left, found = policy.of_ends, batch.prompt_left_host, []
     if left is None or not (rule.dense_last and batch.num_decodes):
         return []
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens

@@ -330,6 +330,16 @@ class StepPolicy:
             single = policy.by_records(policy.top_k * policy.sel_block_size)
         return cls(single if policy.query_tile == 1 else policy, single)
 
+    @cached_property
+    def of_ends(self) -> SelectionPolicy:
+        """The prompts' policy for those of their tokens that come as a decode (:meth:`last_rows`).
+
+        Where prompts are dense all of these tokens are.
+        """
+        if self.prefill.is_dense and not self.decode.is_dense:
+            return replace(self.prefill, dense_last=2**31 - 1)
+        return self.prefill
+
     @property
     def selects_blocks(self) -> bool:
         """Whether an indexer chooses blocks in either phase."""

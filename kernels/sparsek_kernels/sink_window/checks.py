@@ -78,5 +78,9 @@ def check_arguments(
         tracked = [x for x in (q, k, v, sinks) if x is not None and x.requires_grad]
         if tracked and torch.is_grad_enabled():
             raise ValueError("out: expected None when a gradient is required, got a tensor")
+        if not torch.compiler.is_compiling():
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                if 0 != out.data_ptr() == x.data_ptr():  # 0: no elements, or no memory
+                    raise ValueError(f"out: expected memory of its own, got that of {name}")
     window = None if window_size is None or not causal else window_size
     return AttentionSpec(num_sink if window is not None else 0, window, causal, scale)

@@ -22,9 +22,18 @@ from sparsek_kernels.sink_window.kernels.bwd import (
 from sparsek_kernels.sink_window.kernels.bwd_sink import sink_window_bwd_sink_kernel
 from sparsek_kernels.sink_window.kernels.fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.spec import MOST_SEQUENCES
 from sparsek_kernels.sink_window.torch_path import sink_gradient
 
 _SINK_PROGRAMS = 264  # two per multiprocessor of the largest GPUs
+
+
+def _in_parts(problem: SinkWindowProblem) -> list[tuple[slice, SinkWindowProblem]]:
+    """The batch entries of each launch, and the problem that they are."""
+    q, k, v = problem.q, problem.k, problem.v
+    starts = range(0, q.shape[0], MOST_SEQUENCES)
+    parts = [slice(first, first + MOST_SEQUENCES) for first in starts]
+    return [(x, replace(problem, q=q[x], k=k[x], v=v[x])) for x in parts]
 
 
 def forward(
@@ -38,6 +47,10 @@ def forward(
         return
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     config = config or problem.launch_config()
+    if shape.batch > MOST_SEQUENCES:
+        for part, some in _in_parts(problem):
+            forward(some, out[part], None if lse is None else lse[part], config)
+        return
     hopper, small, tile = config.hopper_forward, config.hopper_small, config.forward
     if hopper is not None and k.numel() and describable(q, k, v):
         launch_sm90.forward(problem, config, hopper, out, lse)
@@ -168,10 +181,18 @@ def backward(
     config: LaunchConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v and sinks; bitwise reproducible."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v, sinks = problem.q, problem.k, problem.v, problem.sinks
+    config = config or problem.launch_config()
+    if q.shape[0] > MOST_SEQUENCES:
+        parts = [
+            backward(some, out[x], lse[x], dout[x], None if dlse is None else dlse[x], config)
+            for x, some in _in_parts(problem)
+        ]
+        dq, dk, dv = (torch.cat(x) for x in zip(*(part[:3] for part in parts), strict=True))
+        of_sinks = [x for *_, x in parts if x is not None]
+        return dq, dk, dv, torch.stack(of_sinks).sum(0) if of_sinks else None
     dq, dk, dv = new_like(q), new_like(k), new_like(v)
     delta = row_dots(dout, dlse, out) if q.numel() else torch.zeros_like(lse)
-    config = config or problem.launch_config()
     hopper = config.hopper_backward
     if q.numel() == 0 or k.numel() == 0:
         for grad in (dq, dk, dv):
@@ -192,5 +213,4 @@ def backward(
             )
     else:
         _portable_gradients(problem, config, (dq, dk, dv), dout, lse, delta)
-    sinks = problem.sinks
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)

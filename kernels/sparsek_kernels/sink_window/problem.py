@@ -8,14 +8,19 @@ from functools import cached_property
 import torch
 
 from sparsek_kernels.common.device import device_arch
-from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.operators import make_contiguous, pointers
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
 from sparsek_kernels.sink_window.spec import AttentionSpec
+
+_WIDEST = 1 << 30  # more keys than a sequence has
 
 
 @dataclass(frozen=True, eq=False)
 class SinkWindowProblem:
-    """Checked inputs of one call: tensors as of ``sink_flash_attention``, mask and scale."""
+    """Checked inputs of one call: tensors as of ``sink_flash_attention``, mask and scale.
+
+    ``sinks`` and offsets are made contiguous.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -24,6 +29,9 @@ class SinkWindowProblem:
     sinks: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        make_contiguous(self, "sinks", "cu_seqlens_q", "cu_seqlens_k")
 
     @cached_property
     def shape(self) -> ProblemShape:
@@ -55,8 +63,8 @@ class SinkWindowProblem:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Sinks and window, as kernels take them."""
-        return self.spec.num_sink, self.spec.window_size or 0
+        """Sinks and window, as kernels take them: they add positions to it, in 32 bits."""
+        return self.spec.num_sink, min(self.spec.window_size or 0, _WIDEST)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

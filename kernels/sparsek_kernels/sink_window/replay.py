@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsek_kernels.common.device import current_device, dispatch_modes
+from sparsek_kernels.common.device import current_device, dispatch_modes, transformed
+from sparsek_kernels.sink_window.spec import MOST_SEQUENCES
 
 if TYPE_CHECKING:
     from sparsek_kernels.common.recording import Replay, Tensors
@@ -33,7 +34,9 @@ def replay_key(
     device = q.get_device()
     if (
         device != current_device()
+        or q.shape[0] > MOST_SEQUENCES  # several launches, which need not all be recorded
         or dispatch_modes()
+        or transformed()
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     ):
         return None

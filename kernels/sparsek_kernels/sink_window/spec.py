@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+MOST_SEQUENCES = 1 << 15
+"""Batch entries of a launch: the third dimension of a grid ends at 65535."""
+
 
 class AttentionSpec(NamedTuple):
     """Everything about a call that is not a tensor, in the order in which operators take it.

@@ -75,7 +75,11 @@ class GraphAttention(torch.nn.Module):
             x: ``[N, in_channels]`` node features.
             edge_index: ``[2, E]`` int64, from source to target, or a layout made of it.  The
                 layout of a tensor is made once and kept as long as the tensor.
-            batch: ``[N]`` int64, the graph of each node; graphs do not see each other.
+            batch: ``[N]`` int64, the graph of each node; graphs do not see each other.  A layout
+                is made with it.
+
+        Raises:
+            ValueError: a ``batch`` with a layout, or another number of nodes than the layout's.
         """
         check_tensor("x", x, ("N", self.in_channels))
         layout = edge_index
@@ -84,6 +88,8 @@ class GraphAttention(torch.nn.Module):
                 layout, x.shape[0], self.block_size,
                 density=self.density, order=self.order, batch=batch,
             )  # fmt: skip
+        elif batch is not None:
+            raise ValueError("batch: expected None with a layout, which is made with it, got one")
         check_tensor("slots of the layout", layout.slots, (x.shape[0],))
         placed = x.new_zeros(layout.length, self.in_channels).index_copy(0, layout.slots, x)
         q, k, v = (

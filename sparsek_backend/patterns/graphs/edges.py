@@ -72,8 +72,12 @@ def edge_pattern(
     rows = -(-num_nodes // block_size)
     nodes = edge_index.cpu()
     if order is not None:
-        check_tensor("order", order, (num_nodes,), (torch.int64,))
-        nodes = places_in(order.cpu())[nodes]
+        order = check_tensor("order", order, (num_nodes,), (torch.int64,)).cpu()
+        if not torch.equal(order.sort().values, torch.arange(num_nodes)):
+            raise ValueError(
+                f"order: expected each node from 0 to {num_nodes - 1} once, got others"
+            )
+        nodes = places_in(order)[nodes]
     own = torch.arange(rows).expand(2, -1)
     blocks = torch.cat([nodes.flip(0) // block_size, own], 1)  # query block, key block
     edges = torch.ones(blocks.shape[1])

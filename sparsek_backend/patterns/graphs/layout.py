@@ -107,9 +107,8 @@ def _apart(
 
 
 _Key = tuple[object, ...]
-_layouts: MutableMapping[torch.Tensor, dict[_Key, tuple[torch.Tensor | None, GraphLayout]]] = (
-    WeakTensorKeyDictionary()
-)
+_Known = tuple[object, torch.Tensor | None, GraphLayout]
+_layouts: MutableMapping[torch.Tensor, dict[_Key, _Known]] = WeakTensorKeyDictionary()
 
 
 def known_layout(
@@ -129,10 +128,10 @@ def known_layout(
     if edge_index.is_inference() or (batch is not None and batch.is_inference()):
         return make(batch=batch)
     versions = (edge_index._version, None if batch is None else batch._version)
-    key: _Key = (versions, num_nodes, block_size, density, order)
+    key: _Key = (num_nodes, block_size, density, order)
     known = _layouts.setdefault(edge_index, {})
     found = known.get(key)
-    if found is None or found[0] is not batch:
+    if found is None or found[0] != versions or found[1] is not batch:
         with torch.inference_mode(False):  # what is kept serves training too
-            found = known[key] = (batch, make(batch=batch))
-    return found[1]
+            found = known[key] = (versions, batch, make(batch=batch))
+    return found[2]

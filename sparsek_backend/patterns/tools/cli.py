@@ -107,15 +107,20 @@ def learn(
         heads: Any = _one_of("--heads", way.heads, get_args(Heads))
         measure: Any = _one_of("--measure", way.measure, get_args(Measure))
         shared = goal.pooled or goal.model_budget or goal.by_distance
-        if goal.windows and (shared or prefill or heads == "all"):
+        unread = goal.window != 1 or measure != "l2"
+        if goal.windows and (shared or prefill or heads == "all" or unread):
             raise ValueError(
-                "--windows: expected neither --pooled, --model-budget, --by-distance, --prefill "
-                "nor --heads all, because every query head has its own window"
+                "--windows: expected neither --pooled, --model-budget, --by-distance, --prefill, "
+                "--window, --measure nor --heads all, because every query head has its own window, "
+                "by the error of its output"
             )
-        if prefill and (heads != "kv" or shared or goal.sparsity is not None):
+        if prefill and (
+            heads != "kv" or shared or goal.sparsity is not None or preset != "default"
+        ):
             raise ValueError(
-                "--prefill: expected neither --heads, --pooled, --model-budget, --by-distance nor "
-                "--sparsity, because a server decides how many blocks each KV head attends"
+                "--prefill: expected neither --heads, --pooled, --model-budget, --by-distance, "
+                "--preset nor --sparsity, because a server decides how many blocks each KV head "
+                "attends"
             )
         if out.suffix != ".safetensors" or not out.parent.is_dir():
             raise ValueError(

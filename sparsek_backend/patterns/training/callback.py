@@ -29,6 +29,7 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Follow the model to its device, where the Trainer moved it, and listen to its losses."""
+        self.on_train_end(args, state, control)  # of a training that was interrupted
         model = kwargs["model"]
         for pattern in self.scheduler.patterns:
             pattern.to(model.device)
@@ -36,7 +37,9 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Listen no more."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook, self._losses = None, []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Step the scheduler with the mean loss of the step."""

@@ -10,7 +10,7 @@ import torch
 from sparsek_backend.patterns.masses import Measure, sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
-from sparsek_backend.patterns.training.tracker import ImportanceTracker, Reduction
+from sparsek_backend.patterns.training.tracker import ImportanceTracker, Reduction, over_ranks
 from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_heads, check_int
@@ -108,6 +108,10 @@ class LearnedPattern(torch.nn.Module):
         self._batches = 0
         self._made: dict[int, tuple[torch.Tensor, int, BlockSparsePattern]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles have: their masks count changes anew, so no made pattern."""
+        return {**self.__dict__, "_made": {}}
+
     @property
     def pattern(self) -> BlockSparsePattern:
         """The blocks that are attended now."""
@@ -155,10 +159,10 @@ class LearnedPattern(torch.nn.Module):
         """``[P, R, C]``: by the gates where there are some, else by the tracker.
 
         Args:
-            group: the process group that the tracker reduces over.
+            group: the process group to reduce over; the default one when ``None``.
         """
         if self.gates is not None:
-            return self.gates.probabilities().detach()
+            return over_ranks(self.gates.probabilities().detach(), "mean", group)
         return self.tracker.value(group)
 
     def observe(
@@ -197,7 +201,9 @@ class LearnedPattern(torch.nn.Module):
             return gated_attention(
                 q, k, v, pattern, gates, causal=self.causal, softmax_scale=softmax_scale
             )
-        if self.training and rows == self.keep.shape[1]:
+        # Activation checkpointing computes again within the backward pass what was counted before.
+        again = torch._C._current_graph_task_id() != -1
+        if self.training and rows == self.keep.shape[1] and not again:
             if self._batches % self.options.every == 0:
                 self.observe(q, k, v, softmax_scale)
             self._batches += 1

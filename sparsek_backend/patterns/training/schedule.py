@@ -45,7 +45,8 @@ class SparsitySchedule:
 
     def due(self, step: int) -> bool:
         """Whether patterns are pruned after ``step`` steps."""
-        return step >= max(self.begin, 1) and (step - self.begin) % self.every == 0
+        regular = (step - self.begin) % self.every == 0
+        return step >= max(self.begin, 1) and (regular or step == self.end)
 
     def sparsity(self, step: int) -> float:
         """Share of the visible blocks to leave out after ``step`` steps."""

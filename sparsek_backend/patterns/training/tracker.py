@@ -48,7 +48,7 @@ class ImportanceTracker(torch.nn.Module):
 
     @torch.no_grad()
     def add(self, mass: torch.Tensor) -> None:
-        """Count a batch, ``[P, R, C]``.  Does not wait for the device.
+        """Count a batch, ``[P, R, C]``, unless it is not finite.  Does not wait for the device.
 
         Raises:
             ValueError: another shape.
@@ -57,32 +57,37 @@ class ImportanceTracker(torch.nn.Module):
             raise ValueError(
                 f"mass: expected shape {list(self.history.shape[1:])}, got {list(mass.shape)}"
             )
+        place = (self.added % self.history.shape[0])[None]
+        before, new = self.history.index_select(0, place), mass[None].float()
         if self.reduction == "ema":
-            self.history.lerp_(mass[None].float(), 1.0 - self.decay)
-        else:
-            place = (self.added % self.history.shape[0])[None]
-            self.history.index_copy_(0, place, mass[None].float())
-        self.added += 1
+            new = before.lerp(new, 1.0 - self.decay)
+        # One overflow would stay in a moving average for ever.
+        finite = mass.isfinite().all()
+        self.history.index_copy_(0, place, torch.where(finite, new, before))
+        self.added += finite
 
     def value(self, group: Any = None) -> torch.Tensor:
         """``[P, R, C]`` fp32 importance, of all ranks where training is data parallel.
+
+        Ranks to which no batch was added, such as those that saw short inputs alone, do not count.
 
         Args:
             group: the process group to reduce over; the default one when ``None``.
 
         Raises:
-            ValueError: no batch was added.
+            ValueError: no finite batch was added, on any rank.
         """
-        added = int(self.added)
-        if added == 0:
-            raise ValueError("tracker: expected at least one batch, got none")
+        share = over_ranks((self.added > 0).float(), "mean", group)  # of the ranks
+        if not share:
+            raise ValueError("tracker: expected at least one batch of finite masses, got none")
+        added = max(int(self.added), 1)
+        if self.reduction == "max":
+            return over_ranks(self.history.amax(0), "max", group)
         if self.reduction == "ema":
             found = self.history[0] / (1.0 - self.decay**added)
-        elif self.reduction == "max":
-            found = self.history.amax(0)
         else:
             found = self.history.sum(0) / min(added, self.history.shape[0])
-        return over_ranks(found, "max" if self.reduction == "max" else "mean", group)
+        return over_ranks(found, "mean", group) / share
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -62,8 +62,17 @@ class NSAImpl(AttentionImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the compression's weights, and what can be computed from them once."""
-        self._compression = self._make_compression()
-        _ = self._compression.constants
+        before, made = self._compression, self._make_compression()
+        if before is None:
+            _ = made.constants
+        else:
+            made.keep_addresses(before)
+        self._compression = made
+
+    def renew_weights(self) -> None:
+        """Take weights that were loaded anew while the engine runs, as in training."""
+        if self._compression is not None:
+            self.process_weights_after_loading(self._engine.dtype)
 
     @property
     def compression(self) -> Compression:

@@ -194,4 +194,7 @@ class NSALlamaForCausalLM(nn.Module):
             param = params[target]
             getattr(param, "weight_loader", default_weight_loader)(param, weight, *shard)
             loaded.add(target)
+        for layer in self.modules():
+            if isinstance(layer, NSAAttention):
+                layer.attn.impl.renew_weights()
         return loaded

@@ -194,6 +194,7 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
     def customize_spec(cls, spec: Any) -> Any:
         """Enlarge every page of a full-attention layer by its summaries, where layers select."""
         engine = latest_engine()
-        if engine is None or not engine.selects_blocks or not compat.is_full_attention(spec):
+        if engine is None or not engine.selects_blocks:
             return spec
-        return with_summaries(spec)
+        as_whole = engine.equal_pages and compat.is_part(spec)
+        return with_summaries(spec) if as_whole or compat.is_full_attention(spec) else spec

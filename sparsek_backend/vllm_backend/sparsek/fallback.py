@@ -13,22 +13,26 @@ from .metadata import SparseKMetadata
 
 
 def attend_pages(
-    impl: Any, operands: PagedOperands, step: SparseKMetadata, reason: str, window_of_ranges: bool
+    impl: Any, operands: PagedOperands, step: SparseKMetadata, window_of_ranges: bool
 ) -> None:
     """Attend a decoder's step; writes ``operands.out``.
 
+    Of a layer whose mask kernels have, those requests alone that have bidirectional ranges.
+
     Args:
-        reason: why SDPA serves it, for the log.
-        window_of_ranges: whether bidirectional ranges heed the window.
+        window_of_ranges: whether these heed the window.
     """
+    ranges = step.mm_prefix_range or ()
+    own = impl.fallback_reason
     paged_fallback(
         operands.q,
         operands.k_cache,
         operands.v_cache,
         step.batch,
         _mask(impl, causal=True, window_of_ranges=window_of_ranges),
-        bidirectional_ranges=step.mm_prefix_range,
-        reason=reason,
+        bidirectional_ranges=ranges or None,
+        requests=None if own else [request for request, found in enumerate(ranges) if found],
+        reason=own or "bidirectional prefix",
         out=operands.out,
     )
 

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.vllm_backend import checks
 from sparsek_backend.vllm_backend.engine import current_engine
+from sparsek_backend.vllm_backend.settings import first_layer
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.api import attend_segment, check_segment, write_index, write_kv
 from sparsek_kernels.paged.attend import attend
@@ -70,7 +71,9 @@ class SparseKImpl(AttentionImpl):
         self.logits_soft_cap = logits_soft_cap or None
         self.sinks = sinks
         self._engine = engine = current_engine()
-        self._vllm_config = weakref.ref(get_current_vllm_config())
+        config = get_current_vllm_config()
+        self._vllm_config = weakref.ref(config)
+        self.first_layer = first_layer(config)  # of its model, whose layers may be a draft's
         self.batch_invariant = engine.resolved.batch_invariant
         self._time_selection = engine.resolved.config.time_selection
         self.dtype = engine.dtype
@@ -119,7 +122,8 @@ class SparseKImpl(AttentionImpl):
                 cache it shares.
 
         Raises:
-            NotImplementedError: the layer selects blocks, and another backend writes its pages.
+            NotImplementedError: the layer selects blocks, and another backend writes its pages, or
+                its heads have another size than those whose positions are undone.
         """
         if self.may_select and full_attention:
             site = LayerSite(layer_index, self.num_kv_heads, owner is self, device)
@@ -130,6 +134,13 @@ class SparseKImpl(AttentionImpl):
             raise NotImplementedError(
                 "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "
                 "layer, which writes no block summaries; select SPARSEK for every layer"
+            )
+        rotation = self._engine.rotation
+        if policy.selects_blocks and rotation is not None and rotation.shape[1] != self.head_size:
+            raise NotImplementedError(
+                f"SPARSEK: layer {layer_index} has heads of {self.head_size} channels, and blocks "
+                f"are ranked without the positions of heads of {rotation.shape[1]}; use "
+                "dense_layers with it, or mode block_topk"
             )
         # An owner that attends everything writes summaries too.
         for layer in (self, owner) if policy.selects_blocks else ():
@@ -244,15 +255,15 @@ class SparseKImpl(AttentionImpl):
         operands = self._operands(layer, query, self._pages.cached(kv_cache), out)
         shards, batch = attn_metadata.shards, attn_metadata.batch
         self._write_index(operands, shards.batch if shards else batch)
-        if reason := self.fallback_reason or attn_metadata.fallback_reason:
-            clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-            fallback.attend_pages(self, operands, attn_metadata, reason, clamped)
-        elif shards is not None:
+        if shards is not None:
             attend_shards(operands, kv_cache, shards, self.own, self._pages)
-        else:
+        elif self.fallback_reason is None:
             segments = self._segments(operands, batch, self.policy, attn_metadata.seq_lens)
             for mine, segment in each_segment(operands, segments):
                 self._attend(mine, segment)
+        if self.fallback_reason or attn_metadata.mm_prefix_range:
+            clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+            fallback.attend_pages(self, operands, attn_metadata, clamped)
         return output
 
     def _operands(

@@ -61,11 +61,6 @@ class SparseKMetadata(StepMetadata):
     mm_prefix_range: Ranges | None
     shards: ShardedStep | None  # where the pages are, if several ranks hold them between them
 
-    @property
-    def fallback_reason(self) -> str | None:
-        """Why this step's mask needs the SDPA fallback, or ``None``."""
-        return "bidirectional prefix" if self.mm_prefix_range else None
-
 
 class SparseKMetadataBuilder(StepBuilder):
     """Builds a step's metadata from vLLM's, without synchronising with the device."""
@@ -84,6 +79,7 @@ class SparseKMetadataBuilder(StepBuilder):
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
         self.page_size = kv_cache_spec.block_size
         self.exempts_last = any(policy.prefill.dense_last for policy in self.policies)
+        self.asks_prompts = any(policy.of_ends.dense_last for policy in self.policies)
         self.splits_steps = vllm_config.parallel_config.use_ubatching
         self.captured_decodes = may_capture_decodes(vllm_config, device)
         self.context_ranks = _context_ranks(kv_cache_spec, vllm_config.parallel_config)
@@ -117,7 +113,8 @@ class SparseKMetadataBuilder(StepBuilder):
         groups: dict[LayerKind, list[int]] = {}
         policies: Counter[StepPolicy] = Counter()
         for name, layer in layers.items():
-            index, impl = extract_layer_index(name), layer.impl
+            impl = layer.impl
+            index = impl.first_layer + extract_layer_index(name)
             owner = every_layer[impl.kv_sharing_target_layer_name or name]
             whole = compat.attends_whole_context(layer, spec)
             policy = impl.bind(index, spec.block_size, whole, owner.impl, self.device)
@@ -196,7 +193,7 @@ class SparseKMetadataBuilder(StepBuilder):
 
     def _prompt_lengths(self) -> Any:
         """The prompt lengths of the step's requests, where layers ask and no request is split."""
-        return self.engine.prompt_lengths if self.exempts_last and not self.splits_steps else None
+        return self.engine.prompt_lengths if self.asks_prompts and not self.splits_steps else None
 
     def _count(self, batch: Batch) -> tuple[Keys, Keys]:
         """Count attended and context keys over all layers of the group."""
@@ -245,20 +242,16 @@ def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:
 
 
 def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:
-    """Return each request's bidirectional ranges, if a new token of the step is in any.
+    """Return the bidirectional ranges of each request with a new token in any, if there is one.
 
     Args:
         first_position: ``[R]`` position of each request's first new token.
     """
-    ranges = getattr(common, "mm_req_doc_ranges", None)
-    if not ranges:
-        return None
-    live = any(
-        high >= first_position[request]
-        for request, found in ranges.items()
-        for low, high in found
-        if low < high
-    )
+    live = {
+        request: found
+        for request, found in (getattr(common, "mm_req_doc_ranges", None) or {}).items()
+        if any(high >= first_position[request] for low, high in found if low < high)
+    }
     if not live:
         return None
-    return tuple(ranges.get(request, ()) for request in range(common.num_reqs))
+    return tuple(live.get(request, ()) for request in range(common.num_reqs))

@@ -48,9 +48,9 @@ Builder: TypeAlias = Callable[[StepPolicy, Engine, LayerSite], Indexers]
 
 
 def _by_pattern(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:
-    if engine.pattern is None or site.index not in engine.pattern.entries:
+    entries = engine.pattern.entries.get(site.index) if engine.pattern else None
+    if entries is None or not policy.prefill.selects_blocks:
         return default_indexers(policy)
-    entries = engine.pattern.entries[site.index]
     lists = block_lists(entries[site.own_heads(len(entries))], policy.prefill).to(site.device)
     return Indexers(VerticalSlash(lists), default_indexers(policy).decode)
 

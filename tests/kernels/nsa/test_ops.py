@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from sparsek_kernels.nsa import launches, ops, torch_path
+from tests.devices import spy_on_guards
 from tests.kernels.nsa.conftest import make_problem
 
 OPERATORS = {name: x for name, x in vars(ops).items() if isinstance(x, type(ops.mean_pool))}
@@ -64,6 +66,26 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
 def test_operators_pass_opcheck(name: str, offsets: list[int] | None, dtype: torch.dtype) -> None:
     cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
     torch.library.opcheck(OPERATORS[name], arguments(cu, dtype)[name])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_results_lie_as_traced_whatever_the_strides(name: str) -> None:
+    def heads_first(x: torch.Tensor) -> torch.Tensor:
+        moved = x.detach().transpose(1, 2).contiguous() if x.dim() == 4 else x.detach()
+        return (moved.transpose(1, 2) if x.dim() == 4 else moved).requires_grad_(x.requires_grad)
+
+    given = arguments(None, torch.float32)[name]
+    torch.library.opcheck(OPERATORS[name], tree_map_only(torch.Tensor, heads_first, given))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_run_on_the_device_of_their_tensors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(None, torch.float32)[name]
+    asked = spy_on_guards(monkeypatch, ops, "_passes")
+    OPERATORS[name](*given)
+    assert set(asked) == {True}
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])

@@ -312,3 +312,19 @@ def test_a_user_without_a_home_gets_a_temporary_folder(monkeypatch: pytest.Monke
     folder = build._cache_folder()
     assert folder.is_dir()
     folder.rmdir()
+
+
+@pytest.mark.parametrize("changed", ["Features\t: fp asimd", "CPU part\t: 0xd40"])
+def test_processors_of_arm_have_libraries_of_their_own(changed: str) -> None:
+    """A home folder may be shared by machines of which only some have the instructions."""
+    lines = [
+        "processor\t: 0",
+        "BogoMIPS\t: 243.75",
+        "Features\t: fp asimd sve",
+        "CPU part\t: 0xd0c",
+    ]
+    name = changed.split("\t")[0]
+    other = [changed if line.startswith(name) else line for line in lines]
+    found, others = (build._instructions("\n".join(x) + "\n\nprocessor") for x in (lines, other))
+    assert found != others
+    assert found == build._instructions("\n".join(["processor\t: 9", "BogoMIPS\t: 1", *lines[2:]]))

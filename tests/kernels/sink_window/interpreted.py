@@ -5,11 +5,14 @@ fp16 stands for both half precisions: the interpreter multiplies the raw bits of
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparsek_kernels.sink_window import launch
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from tests.kernels.sink_window.cases import Case, check
 
@@ -25,12 +28,34 @@ CASES = [
     Case(1, 64, 8, 1, 16, num_sink=4, window=20),
     Case(63, 63, 2, 1, 16, num_sink=20, window=5, sinks=True),
     Case(64, 64, 2, 2, 16, window=1),
+    Case(33, 20, 2, 1, 16, num_sink=3, window=2**31 - 1),
+    Case(20, 33, 2, 1, 16, window=2**63 - 1),
     Case(5, 0, 2, 2, 16, sinks=True),
     Case(0, 5, 2, 2, 16, sinks=True),
     Case(48, 48, 2, 1, 16, window=17, num_sink=3, dtype=torch.float16, sinks=True),
     Case(heads=2, dim=16, lens=((0, 0), (33, 10), (7, 33), (0, 5), (9, 0), (40, 40))),
     Case(heads=2, dim=16, num_sink=4, window=9, sinks=True, lens=((0, 0), (1, 1), (20, 33))),
 ]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_more_sequences_than_a_grid_has(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    grid, dots = launch.query_grid, launch.row_dots
+
+    def query_grid(shape: Any, *rest: Any) -> Any:
+        batches.append(shape.batch)
+        return grid(shape, *rest)
+
+    def row_dots(dout: torch.Tensor, *rest: Any) -> torch.Tensor:
+        batches.append(len(dout))
+        return dots(dout, *rest)
+
+    monkeypatch.setattr(launch, "MOST_SEQUENCES", 2)
+    monkeypatch.setattr(launch, "query_grid", query_grid)
+    monkeypatch.setattr(launch, "row_dots", row_dots)
+    check(Case(20, 20, 2, 1, 16, batch=5, sinks=sinks), config=CONFIG)
+    assert set(batches) == {1, 2}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

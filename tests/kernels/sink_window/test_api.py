@@ -339,6 +339,13 @@ def test_refuses_out_when_a_gradient_is_needed() -> None:
         sink_flash_attention(q, k, v, out=torch.empty_like(q))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_refuses_to_write_into_an_input(name: str) -> None:
+    inputs = dict(zip("qkv", (torch.randn(1, 8, 2, 16) for _ in range(3)), strict=True))
+    with pytest.raises(ValueError, match=f"out: expected memory of its own, got that of {name}"):
+        sink_flash_attention(**inputs, out=inputs[name])
+
+
 def test_importing_the_package_does_not_import_triton() -> None:
     code = (
         "import sys; sys.path[:0] = ['kernels']; import sparsek_kernels;"

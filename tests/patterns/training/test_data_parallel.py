@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sparsek_backend.patterns.training import (
+    ImportanceOptions,
+    LearnedPattern,
     PatternScheduler,
     Pruning,
     SparseAttentionLayer,
@@ -29,6 +32,25 @@ def train(rank: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
     return own, layer.pattern.mask(), scheduler.step(1.0 + rank * 1.2)  # 1.6 on average
 
 
+def pruned_by_gates(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's gates, beside a model that averages its own gradients alone, and its mask."""
+    learned = LearnedPattern(2, 1, 128, 16, gates=True)
+    assert learned.gates is not None
+    torch.nn.init.normal_(learned.gates.logits, generator=torch.Generator().manual_seed(rank))
+    rule = Pruning(sinks=0, window=0)
+    PatternScheduler(learned, SparsitySchedule(0.4), rule).prune(0.4)
+    return learned.gates.probabilities().detach(), learned.pattern.mask()
+
+
+def importance_of_one(rank: int, reduction: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rank 0 saw, and the importance, where rank 1 saw nothing but a short input."""
+    learned = LearnedPattern(2, 1, 128, 16, importance=ImportanceOptions(reduction=reduction))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, (128, 64)[rank], heads, 16) for heads in (2, 1, 1))
+    learned(q, k, v)
+    return learned.tracker.history.sum(0), learned.importance()
+
+
 def work(rank: int, folder: str) -> None:
     """One of two ranks under DDP.
 
@@ -38,14 +60,15 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    torch.save(train(rank), Path(folder) / f"{rank}.pt")
+    seen = [importance_of_one(rank, x) for x in ("mean", "max", "ema")]
+    torch.save((train(rank), pruned_by_gates(rank), seen), Path(folder) / f"{rank}.pt")
     torch.distributed.barrier()  # no rank may go while the other still talks to it
     torch.distributed.destroy_process_group()
 
 
 def test_ranks_hold_one_pattern(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
-    (own, mask, jumped), (other, twin, jumped_too) = (
+    ((own, mask, jumped), gated, seen), ((other, twin, jumped_too), gated_too, seen_too) = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)
     )
     assert not torch.allclose(own, other), "each rank saw its own data"
@@ -54,5 +77,12 @@ def test_ranks_hold_one_pattern(tmp_path: Path) -> None:
     rule = Pruning(sinks=0, window=0)
     assert torch.equal(mask, rule.mask((own + other) / 2, visible, 0.4))
     assert not torch.equal(mask, rule.mask(own, visible, 0.4))
+    assert torch.equal(gated[1], rule.mask((gated[0] + gated_too[0]) / 2, visible, 0.4))
+    assert torch.equal(gated[1], gated_too[1])
+    for (history, importance), (_, importance_too), factor in zip(
+        seen, seen_too, (1, 1, 10), strict=True
+    ):
+        torch.testing.assert_close(importance, history * factor)
+        assert torch.equal(importance, importance_too)
     assert jumped is True
     assert jumped_too is True

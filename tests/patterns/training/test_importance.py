@@ -96,6 +96,7 @@ def test_the_tracker_reduces_its_window(reduction: Any) -> None:
     tracker = ImportanceTracker((2, 3, 3), reduction=reduction, window=3, decay=0.5)
     for mass in batches:
         tracker.add(mass)
+        tracker.add(torch.full_like(mass, torch.nan))  # does not count
     weights = 0.5 ** torch.arange(4.0, -1.0, -1.0)
     wanted = {
         "mean": batches[2:].mean(0),

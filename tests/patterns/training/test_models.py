@@ -95,8 +95,11 @@ def test_the_callback_takes_the_mean_loss_of_a_step() -> None:
     step = scheduler.step
     scheduler.step = lambda loss=None: seen.append(loss) or step(loss)  # type: ignore[method-assign,func-returns-value]
     callback, logs = PatternCallback(scheduler), {"loss": 1.0}
-    callback.on_train_begin(None, None, None, model=model)
+    callback.on_train_begin(None, None, None, model=model)  # a training that is interrupted
     with attend_patterns(model, patterns):
+        x = tiny.tokens(1, 48)
+        model(x, labels=(x + 7) % 48, use_cache=False)
+        callback.on_train_begin(None, None, None, model=model)
         losses = [model(x, labels=x, use_cache=False).loss for x in tiny.tokens(2, 48)[:, None]]
     callback.on_step_end(None, None, None)
     callback.on_log(None, None, None, logs=logs)

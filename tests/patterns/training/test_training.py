@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.patterns.training import (
@@ -43,6 +45,8 @@ def test_schedules(shape: Any) -> None:
     assert [s for s in range(40) if schedule.due(s)] == [10, 15, 20, 25, 30, 35]
     assert schedule.sparsity(9) == 0.0
     assert schedule.sparsity(30) == schedule.sparsity(99) == 0.8
+    odd = SparsitySchedule(0.8, begin=10, end=33, every=10)
+    assert [s for s in range(45) if odd.due(s)] == [10, 20, 30, 33, 40], "final is reached at end"
     middle = {"cubic": 0.8 - 0.6 / 8, "linear": 0.5, "constant": 0.8}[shape]
     assert schedule.sparsity(20) == pytest.approx(middle)
 
@@ -100,6 +104,15 @@ def test_a_loss_may_be_negative() -> None:
     assert (scheduler.sparsity, scheduler.reverts) == (0.5, 0)
     assert scheduler.step(-0.4)  # 60 % of its size above -1
     assert scheduler.reverts == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
+    layer = SparseAttentionLayer(32, 2, 64, 16)
+    for _ in range(2):
+        x = torch.randn(1, 64, 32, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert int(layer.attention.tracker.added) == layer.attention._batches == 2
 
 
 def test_pruned_blocks_may_return() -> None:
@@ -160,6 +173,17 @@ def test_a_saved_layer_goes_on(gates: bool) -> None:
     assert other.pattern.density == 15 / 25, "the pattern before"
     twin = copy.deepcopy(layer)
     torch.testing.assert_close(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("how", ["copied", "pickled"])
+def test_a_copy_attends_the_state_that_it_loads(how: str) -> None:
+    learned, dense = LearnedPattern(2, 1, 64, 16), LearnedPattern(2, 1, 64, 16)
+    for _ in range(3):
+        learned.set_mask(torch.eye(4, dtype=torch.bool).expand(1, 4, 4))
+        assert learned.pattern.num_blocks == 4
+        twin = copy.deepcopy(learned) if how == "copied" else pickle.loads(pickle.dumps(learned))
+        twin.load_state_dict(dense.state_dict())
+        assert twin.pattern.num_blocks == 10
 
 
 def test_a_state_that_lacks_the_importance_is_refused() -> None:

@@ -91,7 +91,9 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             (
                 _decoder("shared_kv"),
                 "test_layer.py::test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages",
+                "test_engine_models.py::test_shared_pages_without_the_hybrid_kv_manager",
             ),
+            "with and without the hybrid KV manager",
         ),
         Row("Gemma 2 (logit soft caps)", SERVED, (_decoder("soft_cap", "logits soft cap"),), SDPA),
         Row("BLOOM (ALiBi)", SERVED, (_decoder("alibi", "ALiBi"),), SDPA),

@@ -46,10 +46,10 @@ def mean_pool_backward(
     batch, num_tokens, num_heads, head_dim = dx.shape
     token_seq = cu = cu_cmp = dx
     if cu_seqlens is not None:
-        cu = cu_seqlens
-        cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
+        cu = cu_seqlens.contiguous()
+        cu_cmp = compressed_cu_seqlens(cu, spec.cmp_block_size, spec.cmp_stride)
         token = torch.arange(num_tokens, dtype=torch.int32, device=dx.device)
-        token_seq = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
+        token_seq = torch.searchsorted(cu[1:], token, right=True, out_int32=True)
     block_t, block_d = row_tile(head_dim)
     nsa_mean_pool_bwd_kernel[(triton.cdiv(num_tokens, block_t), num_heads, batch)](
         dx, dout, token_seq, cu, cu_cmp,

@@ -6,7 +6,7 @@ import torch
 
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.grids import query_grid, tile_grid
-from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.operators import new_like, pointers
 from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.nsa.compressed import launch_sm90
 from sparsek_kernels.nsa.compressed.kernels.bwd import (
@@ -64,7 +64,7 @@ def backward(
     """Gradients of q, k_cmp and v_cmp; bitwise reproducible."""
     q, k_cmp, v_cmp = problem.q, problem.k_cmp, problem.v_cmp
     if q.numel() == 0 or k_cmp.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k_cmp), torch.zeros_like(v_cmp)
+        return new_like(q).zero_(), new_like(k_cmp).zero_(), new_like(v_cmp).zero_()
     delta = row_dots(dout, dlse, out)
     hopper = problem.config.compressed_bwd_hopper
     if hopper is not None and describable(q, k_cmp, v_cmp):

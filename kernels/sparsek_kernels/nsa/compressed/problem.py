@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from sparsek_kernels.common.operators import make_contiguous
 from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, launch_config
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
@@ -16,7 +17,8 @@ from sparsek_kernels.nsa.spec import NSASpec
 class CompressedProblem:
     """Checked inputs of one call, as ``compressed_attention`` names them.
 
-    Selection does not read ``v_cmp``; ``tuned`` are launch parameters instead of the table's.
+    Selection does not read ``v_cmp``; ``cu_seqlens`` are made contiguous; ``tuned`` are launch
+    parameters instead of the table's.
     """
 
     q: torch.Tensor
@@ -27,6 +29,9 @@ class CompressedProblem:
     spec: NSASpec
     softmax_scale: float
     tuned: LaunchConfig | None = None
+
+    def __post_init__(self) -> None:
+        make_contiguous(self, "cu_seqlens")
 
     @cached_property
     def shape(self) -> ProblemShape:

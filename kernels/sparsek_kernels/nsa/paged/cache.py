@@ -93,6 +93,17 @@ class Compression:
         )
         return key, value
 
+    def keep_addresses(self, before: Compression) -> None:
+        """Put the constants where those of a compression before this one are.
+
+        Steps that a CUDA graph holds read them there.
+        """
+        for kept, new in zip(before.constants, self.constants, strict=True):
+            if kept is not None and new is not None:
+                with torch.inference_mode():  # whatever mode they were made in
+                    kept.copy_(new)
+        object.__setattr__(self, "constants", before.constants)
+
 
 def check_paged_spec(spec: NSASpec, page_size: int) -> None:
     """Check that a layer can be served from pages of ``page_size`` tokens.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparsek_kernels.common.alignment import copyable
+from sparsek_kernels.common.operators import make_contiguous
 from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, TileConfig, launch_config
 
 MAX_SEL_BLOCK = 128
@@ -19,7 +20,8 @@ MAX_SEL_BLOCK = 128
 class SelectedProblem:
     """Checked inputs of one call, as ``selected_attention`` names them.
 
-    ``block_indices`` are made contiguous; ``tuned`` are launch parameters instead of the table's.
+    ``block_indices`` and ``cu_seqlens`` are made contiguous; ``tuned`` are launch parameters
+    instead of the table's.
     """
 
     q: torch.Tensor
@@ -32,7 +34,7 @@ class SelectedProblem:
     tuned: LaunchConfig | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_indices", self.block_indices.contiguous())
+        make_contiguous(self, "block_indices", "cu_seqlens")
 
     @cached_property
     def shape(self) -> ProblemShape:

@@ -49,8 +49,7 @@ def library() -> ctypes.CDLL | None:
 
 def _build(compiler: str) -> ctypes.CDLL:
     processor = Path("/proc/cpuinfo")
-    flags = processor.read_text().split("\n\n")[0] if processor.exists() else ""
-    flags = "".join(line for line in flags.splitlines() if line.startswith(("model name", "flags")))
+    flags = _instructions(processor.read_text()) if processor.exists() else ""
     folder = Path(__file__).parent
     texts = ((folder / file).read_text() for file in (*_SOURCES, *_HEADERS))
     parts = (*texts, compiler, flags, str(_FLAGS))
@@ -69,6 +68,12 @@ def _build(compiler: str) -> ctypes.CDLL:
         function.argtypes = (ctypes.c_void_p,)
         function.restype = None
     return found
+
+
+def _instructions(cpuinfo: str) -> str:
+    """Lines of the first processor that say which code it runs; x86 and ARM have other names."""
+    names = ("model name", "flags", "CPU part", "Features")
+    return "".join(x for x in cpuinfo.split("\n\n")[0].splitlines() if x.startswith(names))
 
 
 def _run(command: list[str]) -> None:
