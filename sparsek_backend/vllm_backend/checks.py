@@ -55,6 +55,31 @@ def refuse_sdpa(reason: str | None, fp8_cache: bool, batch_invariant: bool) -> N
         )
 
 
+def refuse_choosing(
+    layer_index: int, head_size: int, rotation: torch.Tensor | None, owned: bool
+) -> None:
+    """Refuse blocks that are chosen by pages of another backend, or by heads of another size.
+
+    Args:
+        rotation: cos and sin ``[positions, D]`` by which positions are undone, if they are.
+        owned: whether SPARSEK writes the layer's pages.
+
+    Raises:
+        NotImplementedError: the layer cannot choose.
+    """
+    if not owned:
+        raise NotImplementedError(
+            "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "
+            "layer, which writes no block summaries; select SPARSEK for every layer"
+        )
+    if rotation is not None and rotation.shape[1] != head_size:
+        raise NotImplementedError(
+            f"SPARSEK: layer {layer_index} has heads of {head_size} channels, and blocks are "
+            f"ranked without the positions of heads of {rotation.shape[1]}; use dense_layers with "
+            "it, or mode block_topk"
+        )
+
+
 def fp8_scales(layer: Any) -> tuple[float, float]:
     """Return ``(k_scale, v_scale)`` of a layer with an fp8 cache.
 

@@ -246,5 +246,5 @@ def test_a_bad_setting_ends_the_process_with_one_message(
     assert done.returncode != 0
     text = done.stdout + done.stderr
     assert text.count("SPARSEK setting sel_block_size") == 1
-    assert "remedy: --block-size 96" in text
+    assert "remedy: --block-size 192" in text  # of whole records too
     assert "Engine core" not in text

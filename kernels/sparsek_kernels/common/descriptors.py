@@ -9,6 +9,8 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparsek_kernels.common.alignment import columns_of
+
 _ELEMENT = {
     torch.float16: triton.language.float16,
     torch.bfloat16: triton.language.bfloat16,
@@ -37,10 +39,10 @@ def describe(
 
     A tile is ``rows`` tokens of one head, or ``cols`` columns of it.
     """
-    batch, tokens, heads, dim = x.shape
+    batch, tokens, _, dim = x.shape
     cols = cols or dim
     batch_rows = x.stride(0) // x.stride(1) if batch > 1 else 0
-    shape = ((batch - 1) * batch_rows + tokens, (heads - 1) * x.stride(2) + dim)
+    shape = ((batch - 1) * batch_rows + tokens, columns_of(x))
     return describe_matrix(x, shape, x.stride(1), (rows, cols)), batch_rows, x.stride(2)
 
 

@@ -159,7 +159,7 @@ def _fused_gradients(
     """
     dq, dk, dv = grads
     sink_grads = None
-    if problem.spec.num_sink:
+    if problem.shape.num_sink:
         batch, num_q, num_heads, head_dim = dq.shape
         dims = (batch, num_heads, num_q, head_dim)
         dq_acc = torch.empty(dims, dtype=torch.float32, device=dq.device)

@@ -45,7 +45,7 @@ class SinkWindowProblem:
             num_heads=num_heads,
             num_kv_heads=self.k.shape[2],
             head_dim=head_dim,
-            num_sink=self.spec.num_sink,
+            num_sink=min(self.spec.num_sink, self.k.shape[1]),
             window_size=self.spec.window_size,
             causal=self.spec.causal,
             num_seqs=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
@@ -64,7 +64,7 @@ class SinkWindowProblem:
     @property
     def window(self) -> tuple[int, int]:
         """Sinks and window, as kernels take them: they add positions to it, in 32 bits."""
-        return self.spec.num_sink, min(self.spec.window_size or 0, _WIDEST)
+        return self.shape.num_sink, min(self.spec.window_size or 0, _WIDEST)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

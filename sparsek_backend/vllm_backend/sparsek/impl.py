@@ -63,13 +63,11 @@ class SparseKImpl(AttentionImpl):
         self.num_heads, self.head_size = num_heads, head_size
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.has_fp8_cache = kv_cache_dtype in FP8_KV_CACHE
+        self.kv_cache_dtype, self.has_fp8_cache = kv_cache_dtype, kv_cache_dtype in FP8_KV_CACHE
         self.attn_type, self.sliding_window = attn_type, sliding_window
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
-        self.logits_soft_cap = logits_soft_cap or None
-        self.sinks = sinks
+        self.logits_soft_cap, self.sinks = logits_soft_cap or None, sinks
         self._engine = engine = current_engine()
         config = get_current_vllm_config()
         self._vllm_config = weakref.ref(config)
@@ -130,18 +128,9 @@ class SparseKImpl(AttentionImpl):
             self.own = select_by_settings(self._engine, site)
         policy = fit_both(self.policy, page_size)
         self.own = replace(self.own, policy=policy)
-        if policy.selects_blocks and not isinstance(owner, SparseKImpl):
-            raise NotImplementedError(
-                "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "
-                "layer, which writes no block summaries; select SPARSEK for every layer"
-            )
-        rotation = self._engine.rotation
-        if policy.selects_blocks and rotation is not None and rotation.shape[1] != self.head_size:
-            raise NotImplementedError(
-                f"SPARSEK: layer {layer_index} has heads of {self.head_size} channels, and blocks "
-                f"are ranked without the positions of heads of {rotation.shape[1]}; use "
-                "dense_layers with it, or mode block_topk"
-            )
+        if policy.selects_blocks:
+            writes = isinstance(owner, SparseKImpl)
+            checks.refuse_choosing(layer_index, self.head_size, self._engine.rotation, writes)
         # An owner that attends everything writes summaries too.
         for layer in (self, owner) if policy.selects_blocks else ():
             layer.kept = self.own

@@ -188,6 +188,8 @@ def test_numbers_are_those_of_the_hardware() -> None:
     assert int(value(-7) // 2) == -3
     assert int(value(-7) % 2) == -1
     assert value(2**31).dtype == torch.int64
+    wide = value(1).to(torch.int64) * Value(torch.arange(2, dtype=torch.int32))
+    assert wide.dtype == torch.int64
     wrapped = value(0x01010101).to(Word) * 0xFF
     assert int(wrapped) == 0xFFFFFFFF
     assert int((wrapped + 1) >> 24) == 0

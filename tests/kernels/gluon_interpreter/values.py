@@ -38,6 +38,11 @@ def _binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
         a, b = self.data, unwrap(other)
+        if isinstance(b, torch.Tensor):
+            # Torch takes the type of the operand with dimensions; the language the wider one.
+            kind = torch.promote_types(a.dtype, b.dtype)
+            if not kind.is_floating_point and kind != torch.bool:
+                a, b = a.to(kind), b.to(kind)
         return like(function(b, a) if swapped else function(a, b), self, other)
 
     return apply

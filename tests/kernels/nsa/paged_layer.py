@@ -7,12 +7,18 @@ import torch
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import PagedBatch, write_kv
+from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.compress.rotary import rotary_frequencies
 from sparsek_kernels.nsa.paged.api import nsa_paged_attention
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 
 NO_PAGE = 1 << 30
 """Entry of a block table past a sequence's last page, which nothing may follow."""
+
+
+def column_major(x: torch.Tensor) -> torch.Tensor:
+    """A matrix as the transpose of a linear layer's weight has it; vectors as they are."""
+    return x.mT.contiguous().mT if x.dim() == 2 else x
 
 
 class PagedLayer:
@@ -55,9 +61,9 @@ class PagedLayer:
         rope_freqs = None
         if config.rope_theta is not None:
             rope_freqs = rotary_frequencies(dim, config.rope_theta, device=self.device)
+        phis = (None if x is None else x.weights(self.dtype) for x in (layer.phi_k, layer.phi_v))
         self.compression = Compression(
-            None if layer.phi_k is None else layer.phi_k.weights(self.dtype),
-            None if layer.phi_v is None else layer.phi_v.weights(self.dtype),
+            *(None if phi is None else PhiWeights(*map(column_major, phi)) for phi in phis),
             rope_freqs,
             rotated_keys=config.shared_kv,
         )

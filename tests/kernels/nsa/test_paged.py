@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
+from sparsek_kernels.nsa.paged import launch
 from sparsek_kernels.nsa.paged.api import nsa_paged_attention
 from sparsek_kernels.nsa.paged.cache import check_paged_spec
+from sparsek_kernels.nsa.paged.problem import PagedProblem
 from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_tokens
 
 CONFIGS: dict[str, NSAConfig] = {
@@ -221,6 +223,23 @@ def test_bad_arguments() -> None:
     out = torch.empty(3, 2, 4, 16)
     with pytest.raises(ValueError, match="out: expected shape"):
         nsa_paged_attention(q, pages, batch, SMALL.spec, made, **options, out=out)
+    out = torch.full((3, 3, 4, 16), float("nan"))
+    decode = replace(batch, num_decodes=1, num_decode_tokens=3, decode_query_len=3, _derived={})
+    for name in ("softmax_scale", "window_size"):
+        wrong = {**options, name: 0}
+        with pytest.raises(ValueError, match=name):
+            nsa_paged_attention(q, pages, decode, SMALL.spec, made, **wrong, out=out)
+        assert out.isnan().all(), name  # a GPU's decodes do not come to what else would refuse it
+    problem = PagedProblem(q, pages, decode, SMALL.spec, made, 20, 0.25)
+    spread = torch.stack((q, q), dim=-1)[..., 0]
+    table = torch.zeros(1, 4, dtype=torch.int32)[:, ::2]
+    for name, wrong in {
+        "q": replace(problem, q=spread),
+        "block_table": replace(problem, batch=replace(decode, block_table=table, _derived={})),
+        "v_swa": replace(problem, pages=replace(pages, v_swa=pages.v_swa.mT)),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"^{name}: on a GPU the last dimension"):
+            launch.decode(wrong, out)
     views = replace(pages, v_cmp=pages.v_cmp[:, :1])
     with pytest.raises(ValueError, match="v_cmp: expected shape"):
         nsa_paged_attention(q, views, batch, SMALL.spec, made, **options)

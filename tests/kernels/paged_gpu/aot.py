@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import problems
 import torch
 import triton
 from hardware import simulated
-from problems import attend_phases, make_problem
+from problems import Problem, attend_phases, make_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -429,24 +430,40 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--cells", action="store_true")
     parser.add_argument("--choice", type=int, nargs="+", help="tokens of requests that choose")
+    parser.add_argument("--wide", action="store_true", help="index tensors of 64 bits")
     parser.add_argument("--indexer", choices=["infllm", "seer"])
     parser.add_argument("--each", action="store_true", help="compile by each line of the input")
     return parser.parse_args(words)
 
 
-def compile_all(args: argparse.Namespace) -> None:
-    """Print a line for each kernel that is launched."""
+def wide_problem(*args: Any, **options: Any) -> Problem:
+    """A problem whose index tensors have 64 bits."""
+    problem = problems.make_problem(*args, **options)
+    names = ("block_table", "seq_lens", "cu_seqlens_q")
+    wide = {name: getattr(problem.batch, name).long() for name in names}
+    batch = dataclasses.replace(problem.batch, **wide, _derived={})
+    return dataclasses.replace(problem, batch=batch)
+
+
+def seen_launches(args: argparse.Namespace) -> list[Recorded]:
+    """What is launched for these options."""
     shape = (args.arch, getattr(torch, args.dtype), args.head_dim, args.group)
     if args.sharded:
-        seen = sharded_launches(args.arch)
-    elif args.cells:
-        seen = cell_launches(*shape, args.fp8_cache)
-    elif args.choice:
-        seen = choice_launches(*shape, args.fp8_cache, args.choice)
-    elif args.indexer:
-        seen = learned_launches(args.indexer, *shape)
-    else:
-        seen = launches(*shape, args.fp8_cache)
+        return sharded_launches(args.arch)
+    if args.cells:
+        return cell_launches(*shape, args.fp8_cache)
+    if args.choice:
+        return choice_launches(*shape, args.fp8_cache, args.choice)
+    if args.indexer:
+        return learned_launches(args.indexer, *shape)
+    return launches(*shape, args.fp8_cache)
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Print a line for each kernel that is launched."""
+    make = wide_problem if args.wide else make_problem
+    with mock.patch.dict(globals(), make_problem=make):
+        seen = seen_launches(args)
     if args.hopper:
         seen = [launched for launched in seen if launched.name in HOPPER]
     for launched in seen:

@@ -161,6 +161,15 @@ def test_choosing_by_records_compiles(
         assert row["shared"] <= SHARED[arch], row
 
 
+@pytest.mark.parametrize("options", [("--hopper",), ("--choice", "1")], ids=["prefill", "choice"])
+def test_index_tensors_of_64_bits_compile(options: tuple[str, ...], compiled: Compiled) -> None:
+    """``torch.tensor([1, 2])`` makes such; on a CPU they serve as others do."""
+    rows = compiled(90, "--wide", *options)
+    assert {row["kernel"] for row in rows} == (
+        HOPPER if options == ("--hopper",) else CHOICE | ON_MATRIX_UNITS
+    )
+
+
 @pytest.mark.parametrize(
     ("arch", "options"),
     [

@@ -104,6 +104,17 @@ def test_kernels_choose_what_the_oracle_does(shape: dict[str, int]) -> None:
     check(case, launch.select(case.operands, case.segment))
 
 
+def test_heads_may_lie_more_than_31_bits_apart() -> None:
+    """As those of a long prompt do, stored head by head."""
+    case = make_case(MIXED, group=2, heads=2, dim=64, dtype=torch.float16)
+    tokens, heads, dim = case.problem.q.shape
+    far = 3 << 28
+    room = torch.empty((heads - 1) * far + tokens * dim, dtype=torch.float16, device=DEVICE)
+    q = room.as_strided((tokens, heads, dim), (dim, far, 1)).copy_(case.problem.q)
+    case.operands = replace(case.operands, q=q)
+    check(case, launch.select(case.operands, case.segment))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(str(v) for v in s.values()))
 def test_torch_chooses_what_the_oracle_does(shape: dict[str, int]) -> None:
     case = make_case(MIXED, device="cpu", triton=False, **shape)

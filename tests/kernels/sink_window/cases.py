@@ -64,6 +64,11 @@ def _poisoned(shape: tuple[int, int, int, int], case: Case, device: str) -> torc
     return view
 
 
+def _column(x: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``x`` as a column of a table, others between them."""
+    return torch.stack((x, x + 5), dim=1)[:, 0]
+
+
 def make(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
     """Random tensors of a case, drawn in its dtype, inside of NaN."""
     torch.manual_seed(seed)
@@ -71,13 +76,13 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
     if case.lens:
         edges = [[0, *accumulate(part)] for part in zip(*case.lens, strict=True)]
         nq, nk = edges[0][-1], edges[1][-1]
-        cu_q, cu_k = (torch.tensor(e, dtype=torch.int32, device=device) for e in edges)
+        cu_q, cu_k = (_column(torch.tensor(e, dtype=torch.int32, device=device)) for e in edges)
     q = _poisoned((case.batch, nq, case.heads, case.dim), case, device)
     k = _poisoned((case.batch, nk, case.kv_heads, case.dim), case, device)
     v = _poisoned((case.batch, nk, case.kv_heads, case.dim), case, device)
     dout = _poisoned((case.batch, nq, case.heads, case.dim), case, device)
     dlse = torch.randn(case.batch, case.heads, nq, device=device)
-    sinks = torch.randn(case.heads, device=device) if case.sinks else None
+    sinks = _column(torch.randn(case.heads, device=device)) if case.sinks else None
     return Tensors(q, k, v, sinks, cu_q, cu_k, dout, dlse)
 
 

@@ -35,6 +35,7 @@ CASES = [
     Case(200, 90, 7, 1, 64, dtype=BF16),
     Case(129, 40, 2, 2, 64, 2, window=300, num_sink=64, dtype=BF16, sinks=True),
     Case(320, 320, 2, 1, 64, window=1, dtype=BF16),
+    Case(300, 130, 2, 1, 64, window=2**31 - 1, dtype=BF16),
     Case(520, 520, 1, 1, 64, window=64, num_sink=10, dtype=BF16),
     Case(280, 280, 3, 1, 128, window=100, num_sink=40, dtype=BF16, sinks=True),
     Case(330, 330, 3, 1, 128, window=100, dtype=BF16, sinks=True),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.sink_window.config import ProblemShape, accumulator_parts, select_config
 
 LONG = ProblemShape(1, 131072, 131072, 32, 8, 128, num_sink=4, window_size=4096)
@@ -157,3 +158,11 @@ def test_many_sinks_take_the_portable_kernels(sinks: int) -> None:
     config = select_config(replace(LONG, num_sink=sinks), torch.bfloat16, 90)
     assert config.hopper_forward is None
     assert config.hopper_backward is None
+
+
+def test_the_copy_engine_counts_columns_in_31_bits() -> None:
+    """Heads of a long sequence that lie one after the other are too wide a matrix."""
+    for tokens, fits in ((1 << 18, True), (1 << 20, False)):
+        heads_first = torch.empty(1, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
+        assert describable(heads_first.transpose(1, 2)) == fits
+        assert describable(heads_first.view(1, tokens, 32, 128))

@@ -17,7 +17,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 class CompressedProblem:
     """Checked inputs of one call, as ``compressed_attention`` names them.
 
-    Selection does not read ``v_cmp``; ``cu_seqlens`` are made contiguous; ``tuned`` are launch
+    ``cu_seqlens`` are made contiguous.  Selection does not read ``v_cmp``; ``tuned`` are launch
     parameters instead of the table's.
     """
 

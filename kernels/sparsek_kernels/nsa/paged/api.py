@@ -17,7 +17,7 @@ import math
 
 import torch
 
-from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
+from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
 from sparsek_kernels.nsa import ops
 from sparsek_kernels.nsa.api import nsa_compress
 from sparsek_kernels.nsa.compress.rotary import rotate
@@ -140,7 +140,8 @@ def nsa_paged_attention(
     if out is None:
         out = q.new_empty((q.shape[0], 3, *q.shape[1:]))
     check_tensor("out", out, (q.shape[0], 3, *q.shape[1:]), (q.dtype,), q.device)
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = check_scale(softmax_scale, dim)
+    policy = SelectionPolicy(window_size=window_size, sel_block_size=math.gcd(pages.page_size, 64))
     compress_new_blocks(pages, batch, spec, compression)
     problem = PagedProblem(q, pages, batch, spec, compression, window_size, scale)
     rest = batch
@@ -152,9 +153,6 @@ def nsa_paged_attention(
     elif batch.num_decodes:
         paged_torch.decode(problem, out)
     if rest.num_requests:
-        policy = SelectionPolicy(
-            window_size=window_size, sel_block_size=math.gcd(pages.page_size, 64)
-        )
         paged_attention(
             q, pages.k_swa, pages.v_swa, rest, policy, softmax_scale=scale, out=out[:, 2]
         )

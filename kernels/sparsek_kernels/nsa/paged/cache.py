@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.common.operators import make_contiguous
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.policy import CELL_SIZE
@@ -83,6 +84,13 @@ class Compression:
                 f"phi_v: expected a hidden layer as wide as that of phi_k, {widths[0]}, "
                 f"got {widths[1]}"
             )
+        # Such as the transpose of a linear layer's weight: kernels read rows side by side.
+        for name in ("phi_k", "phi_v"):
+            phi = getattr(self, name)
+            if phi is not None:
+                rows = PhiWeights(*(x.contiguous() for x in phi))
+                object.__setattr__(self, name, rows)
+        make_contiguous(self, "rope_freqs")
 
     @cached_property
     def constants(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

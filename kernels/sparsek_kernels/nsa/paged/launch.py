@@ -19,6 +19,7 @@ from sparsek_kernels.nsa.paged.kernels.attend import nsa_paged_attend_kernel
 from sparsek_kernels.nsa.paged.kernels.attend_compressed import nsa_paged_compressed_kernel
 from sparsek_kernels.nsa.paged.kernels.compress import nsa_paged_compress_kernel
 from sparsek_kernels.nsa.paged.problem import PagedProblem
+from sparsek_kernels.paged.checks import check_batch_layout, check_triton_layout
 from sparsek_kernels.paged.config import choose_splits, largest_part, most_splits, next_power_of_2
 from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.scratch import overlap_options, workspace
@@ -62,7 +63,12 @@ def decode(problem: PagedProblem, out: torch.Tensor) -> None:
     """Compress what the decodes complete and attend; only their rows of ``out`` are written.
 
     ``out`` is ``[T, 3, Hq, D]``.
+
+    Raises:
+        NotImplementedError: a tensor whose last dimension is not contiguous.
     """
+    check_triton_layout(q=problem.q, out=out, **vars(problem.pages))
+    check_batch_layout(problem.batch)
     _compress(problem)
     batch, spec, heads = problem.batch, problem.spec, problem.pages.num_kv_heads
     tiles = batch.num_decodes * batch.decode_query_len

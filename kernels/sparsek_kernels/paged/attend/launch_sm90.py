@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.common.alignment import copyable
+from sparsek_kernels.common.alignment import MOST_COLUMNS, columns_of, copyable
 from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
@@ -27,6 +27,7 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
         and policy.sel_block_size == BOX
         and policy.query_tile % BOX == 0
         and copyable(v_cache, out)
+        and max(columns_of(q), columns_of(out)) <= MOST_COLUMNS
         and is_matrix(k_cache)
         and is_matrix(v_cache)
     )
@@ -34,8 +35,7 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
 
 def _describe_rows(x: torch.Tensor) -> TensorDescriptor:
     """Boxes of the queries, or of the output."""
-    columns = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
-    return describe_matrix(x, (x.shape[0], columns), x.stride(0), (BOX, BOX))
+    return describe_matrix(x, (x.shape[0], columns_of(x)), x.stride(0), (BOX, BOX))
 
 
 def attend_hopper(

@@ -39,9 +39,9 @@ def tile_span(
         request = tile // TILES_PER_REQUEST
         base = 0
         known = True
-    seq_len = tl.load(seq_lens_ptr + request)
-    first_token = tl.load(cu_seqlens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+    first_token = tl.load(cu_seqlens_ptr + request).to(tl.int32)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - first_token
     start = seq_len - num_tokens
     if not FROM_TABLE:
         base = start + (tile % TILES_PER_REQUEST) * TILE

@@ -76,7 +76,7 @@ def attend_sample(
             begin, sampled, begin < end, selected_ptr, num_front, first_local, high,
             SEL_BLOCK, SELECTED, BLOCK_N,
         )  # fmt: skip
-        page = tl.load(table_ptr + keys // PAGE_SIZE, mask=begin < end, other=0)
+        page = tl.load(table_ptr + keys // PAGE_SIZE, mask=begin < end, other=0).to(tl.int32)
         k_rows = rows_of(page, keys, k_strides, PAGE_SIZE, UNIT)
         v_rows = rows_of(page, keys, v_strides, PAGE_SIZE, UNIT)
         for piece in tl.range(begin, end, num_stages=NUM_STAGES):
@@ -84,7 +84,7 @@ def attend_sample(
                 tl.minimum(piece + 1, end - 1), sampled, True, selected_ptr, num_front, first_local,
                 high, SEL_BLOCK, SELECTED, BLOCK_N,
             )  # fmt: skip
-            next_page = tl.load(table_ptr + next_keys // PAGE_SIZE)
+            next_page = tl.load(table_ptr + next_keys // PAGE_SIZE).to(tl.int32)
             at_k = k_ptr + k_rows.to(tl.int64)[:, None] * UNIT + offs_d[None, :]
             at_v = v_ptr + v_rows.to(tl.int64)[:, None] * UNIT + offs_d[None, :]
             if SHARDED or HEAD_DIM != BLOCK_D:

@@ -78,7 +78,7 @@ def block_page(
     plain = gl.where(entry < front, entry, first_local + entry - front - selected)
     start = gl.where(chosen, gl.maximum(block, 0), plain) * ROWS
     page = gl.load(table_ptr + start // PAGE_SIZE, mask=entry < count, other=-1)
-    return page, start % PAGE_SIZE
+    return page.to(gl.int32), start % PAGE_SIZE
 
 
 @gluon.jit

@@ -69,8 +69,9 @@ def pool_means_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     local = tl.program_id(2)
     request = first_request + local
-    last = tl.load(seq_lens_ptr + request) - 1
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - tl.load(cu_seqlens_ptr + request)
+    last = tl.load(seq_lens_ptr + request).to(tl.int32) - 1
+    first_token = tl.load(cu_seqlens_ptr + request).to(tl.int32)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - first_token
     num_cells = last // SEL_BLOCK * CELLS
     full = tile_sees_all(
         last // TILE * TILE,

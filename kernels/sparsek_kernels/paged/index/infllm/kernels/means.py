@@ -25,9 +25,9 @@ def write_means_kernel(
     """
     head = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + request)
-    first_token = tl.load(cu_seqlens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+    first_token = tl.load(cu_seqlens_ptr + request).to(tl.int32)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - first_token
     cell = (seq_len - num_tokens) // CELL + tl.program_id(0)
     if (num_tokens <= 0) | (seq_len <= 0) | ((cell + 1) * CELL > seq_len):
         return

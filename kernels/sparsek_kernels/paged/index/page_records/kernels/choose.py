@@ -30,8 +30,9 @@ def request_range(request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RUL
     The end is 0 where there are no tokens, and where they see everything.  The last number is the
     first token's own segment.
     """
-    seq_len = tl.load(seq_lens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - tl.load(cu_seqlens_ptr + request)
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+    first_token = tl.load(cu_seqlens_ptr + request).to(tl.int32)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - first_token
     position = seq_len - num_tokens
     own = tl.minimum(position // SEGMENT, width)  # a row of scratch has no more
     last = tl.maximum(own - RULE.REACH_BLOCKS // VECTORS, 0)

@@ -282,9 +282,9 @@ def cut_cells_kernel(
     member = gl.program_id(0) % members
     request = job // NUM_KV_HEADS
     kv_head = job % NUM_KV_HEADS
-    seq_len = gl.load(seq_lens_ptr + request)
-    first_token = gl.load(cu_seqlens_ptr + request)
-    num_tokens = gl.load(cu_seqlens_ptr + request + 1) - first_token
+    seq_len = gl.load(seq_lens_ptr + request).to(gl.int32)
+    first_token = gl.load(cu_seqlens_ptr + request).to(gl.int32)
+    num_tokens = gl.load(cu_seqlens_ptr + request + 1).to(gl.int32) - first_token
     position = seq_len - num_tokens
     far_end = gl.minimum(position // 64, width)  # a row of scratch has no more
     last = gl.maximum(far_end - REACH, 0)  # first segment of the window

@@ -69,7 +69,7 @@ def near_total(
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, SEGMENT)
     q = tl.load(
-        q_ptr + q_row + (head * stride_qh)[:, None] + offs_d[None, :],
+        q_ptr + q_row + (head.to(tl.int64) * stride_qh)[:, None] + offs_d[None, :],
         mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
         other=0.0,
     )
@@ -141,9 +141,9 @@ def score_records_kernel(
     local_request = tl.program_id(2)
     request = first_request + local_request
     table = block_table_ptr + request.to(tl.int64) * stride_br
-    seq_len = tl.load(seq_lens_ptr + request)
-    first_token = tl.load(cu_seqlens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+    first_token = tl.load(cu_seqlens_ptr + request).to(tl.int32)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - first_token
     if num_tokens <= 0:
         return
     SINK_SEGMENTS: tl.constexpr = SINK_BLOCKS // CELLS
@@ -192,8 +192,8 @@ def score_records_kernel(
     head = kv_head * GROUP + member
     offs_b = tl.arange(0, BLOCK_Q)
     mask_q = (offs_b < QUARTER)[:, None] & mask_m[None, :]
-    q_at = q_ptr + ((first_token + token).to(tl.int64) * stride_qt + head * stride_qh)[None, :]
-    q_at += offs_b[:, None]
+    q_row = (first_token + token).to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+    q_at = q_ptr + q_row[None, :] + offs_b[:, None]
     q0 = tl.load(q_at, mask=mask_q, other=0.0)  # [BLOCK_Q, BLOCK_M]
     q1 = tl.load(q_at + QUARTER, mask=mask_q, other=0.0)
     q2 = tl.load(q_at + 2 * QUARTER, mask=mask_q, other=0.0)

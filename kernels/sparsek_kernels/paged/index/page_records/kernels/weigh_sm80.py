@@ -165,7 +165,7 @@ def near_sums(
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     bk = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, B))[:, None]
     bn = gl.arange(0, N, layout=gl.SliceLayout(0, B))[None, :]
-    at = q_row + (bn // GROUP) * stride_qt + (bn % GROUP) * stride_qh + bk
+    at = q_row + (bn // GROUP) * stride_qt + (bn % GROUP).to(gl.int64) * stride_qh + bk
     q = gl.load(at, mask=bn < ROWS, other=0.0)
     am = gl.arange(0, 16, layout=gl.SliceLayout(1, A))
     ak = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, A))[None, :]
@@ -241,9 +241,9 @@ def weigh_cells_kernel(
     job = request * NUM_KV_HEADS + kv_head
     if member == 0:
         gl.store(counter_ptr + job, 0)  # for the programs that cut
-    seq_len = gl.load(seq_lens_ptr + request)
-    first_token = gl.load(cu_seqlens_ptr + request)
-    num_tokens = gl.load(cu_seqlens_ptr + request + 1) - first_token
+    seq_len = gl.load(seq_lens_ptr + request).to(gl.int32)
+    first_token = gl.load(cu_seqlens_ptr + request).to(gl.int32)
+    num_tokens = gl.load(cu_seqlens_ptr + request + 1).to(gl.int32) - first_token
     position = seq_len - num_tokens
     own = position // 64  # the first token's segment: those before it have records
     far_end = gl.minimum(own, width)  # a row of scratch has no more
@@ -256,7 +256,8 @@ def weigh_cells_kernel(
     if (member >= NEAR) & (begin >= far_end):
         return
     table = block_table_ptr + request.to(gl.int64) * stride_br
-    q_row = q_ptr + first_token.to(gl.int64) * q_strides[0] + kv_head * GROUP * q_strides[1]
+    q_row = q_ptr + first_token.to(gl.int64) * q_strides[0]
+    q_row += (kv_head * GROUP).to(gl.int64) * q_strides[1]
     states = state_ptr + (job.to(gl.int64) * members + member) * (2 * COLUMNS)
     if member < NEAR:
         segment = gl.where(member < SINKS, member, own + member - SINKS)
@@ -302,7 +303,7 @@ def weigh_cells_kernel(
     left = 8 * (k & 1 if TWO else k)  # the thread of the first column of this thread's products
     row = 8 * part + column
     live = (row < ROWS) & (row // GROUP < num_tokens)
-    at = q_row + (row // GROUP) * q_strides[0] + (row % GROUP) * q_strides[1]
+    at = q_row + (row // GROUP) * q_strides[0] + (row % GROUP).to(gl.int64) * q_strides[1]
     largest = largest_channel(at, live, k, DTYPE, HEAD_DIM)
     unit = MOST_LEVEL / largest
     # A power of two, so that a query of 16 bits stays what it is: means may be hundreds.
