@@ -90,8 +90,8 @@ def run_worker(
                             if not cause and ENGINE_ERROR.search(line):
                                 cause = [line.rstrip()]
             finally:
-                assert process.stdin is not None
-                process.stdin.close()
+                if process.stdin is not None:
+                    process.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_END_SECONDS)
                 process.kill()

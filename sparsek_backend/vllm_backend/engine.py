@@ -35,7 +35,7 @@ class Engine:
     # rope cos and sin (:attr:`PagedBatch.rotation`), where blocks are scored without positions
     rotation: torch.Tensor | None = None
     selects_blocks: bool = False  # whether any layer selects blocks by score
-    # whether pages of windows are as those of whole contexts: without vLLM's hybrid KV manager
+    # whether windows have pages of the same size, as without vLLM's hybrid KV manager
     equal_pages: bool = False
     # whether layers have run what takes most memory, for vLLM to measure it
     dummy_run_done: bool = False

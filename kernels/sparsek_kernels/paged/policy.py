@@ -332,7 +332,7 @@ class StepPolicy:
 
     @cached_property
     def of_ends(self) -> SelectionPolicy:
-        """The prompts' policy for those of their tokens that come as a decode (:meth:`last_rows`).
+        """The policy of a prompt's last tokens that are served as a decode (:meth:`last_rows`).
 
         Where prompts are dense all of these tokens are.
         """

@@ -47,7 +47,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
     far: bool = False
-    """Whether heads lie too far apart for the copy engine, as those of a long prompt may."""
+    """Whether heads lie too far apart for the copy engine: over 2^31 elements in all."""
 
 
 CASES = [

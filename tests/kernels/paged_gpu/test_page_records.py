@@ -105,7 +105,7 @@ def test_kernels_choose_what_the_oracle_does(shape: dict[str, int]) -> None:
 
 
 def test_heads_may_lie_more_than_31_bits_apart() -> None:
-    """As those of a long prompt do, stored head by head."""
+    """Heads of a long prompt lie far apart where each head is stored whole."""
     case = make_case(MIXED, group=2, heads=2, dim=64, dtype=torch.float16)
     tokens, heads, dim = case.problem.q.shape
     far = 3 << 28

@@ -102,7 +102,7 @@ class Compression:
         return key, value
 
     def keep_addresses(self, before: Compression) -> None:
-        """Put the constants where those of a compression before this one are.
+        """Copy the constants to the addresses of an earlier compression's.
 
         Steps that a CUDA graph holds read them there.
         """
