@@ -121,15 +121,19 @@ def test_sinks_move_by_the_frequencies_of_the_text_so_far(kind: str, copied: boo
     model.config.max_position_embeddings = 48
     rotary.original_max_seq_len = rotary.max_seq_len_cached = 48
     configure(model, **WINDOW)
-    cache, ids, trained = SinkWindowCache(model), tokens(1, 60), rotary.inv_freq
+    cache, ids, trained = SinkWindowCache(model), tokens(1, 60), rotary.inv_freq.clone()
     cache = copy.deepcopy(cache) if copied else cache
     with torch.no_grad():
         for part in ids.split(5, dim=1):
             model(part, past_key_values=cache)
     assert not torch.equal(rotary.inv_freq, trained)
+    dropped = 60 - 4 - 15
+    _, sin = rotary(ids.float(), torch.tensor([[dropped, 59]]))  # what it turns by at this length
+    applied = sin[0, 0, :8] / rotary.attention_scaling
+    assert (applied - (dropped * rotary.inv_freq).sin()).abs().max().item() < 1e-6
     layer = cache.layers[0]
     assert layer._sink_keys is not None
-    wanted = rotate(layer._sink_keys, 60 - 4 - 15, rotary.inv_freq, False)
+    wanted = rotate(layer._sink_keys, dropped, rotary.inv_freq, False)
     assert torch.equal(layer.keys[..., :4, :], wanted)
 
 
