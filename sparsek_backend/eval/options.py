@@ -27,6 +27,8 @@ _HERE = _ON_GPU if torch.cuda.is_available() else _ON_CPU
 
 @dataclass(frozen=True)
 class PromptOptions:
+    """Which prompts are given."""
+
     suite: Annotated[
         str | None,
         typer.Option(
@@ -113,6 +115,8 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
+    """Which budgets are compared with dense attention."""
+
     budget: Annotated[
         list[str] | None,
         typer.Option(
@@ -178,6 +182,8 @@ def arms_of(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineOptions:
+    """Options of the engines that are started here."""
+
     dtype: Annotated[
         str | None,
         typer.Option(

@@ -155,11 +155,7 @@ def fit(
     notes: list[Tokens] = []
     if followed:
         notes.append(tokenizer.encode(_NOTES_BEGIN))
-        notes += _take(
-            tokenizer,
-            endless(rng, _NOTES),
-            FOLLOWED_BY - len(notes[0]),
-        )
+        notes += _take(tokenizer, endless(rng, _NOTES), FOLLOWED_BY - len(notes[0]))
     tail = (tokenizer.encode(draft.question), *notes, after, lead)
     needles = (tokenizer.encode(text) for _, text in draft.needles)
     room = length - sum(map(len, (*head, *needles, *tail)))

@@ -49,6 +49,7 @@ class PromptSet:
 
 
 def save_prompts(path: Path, prompts: PromptSet) -> None:
+    """Write a prompt file."""
     known: dict[Tokens, int] = {}
     rows = []
     for prompt in prompts.prompts:

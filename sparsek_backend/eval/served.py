@@ -30,6 +30,7 @@ class ServedScorer(Tokenizer):
     """Scores through `/v1/completions` with `prompt_logprobs` and through `/tokenize`.
 
     Args:
+        base_url: such as `http://127.0.0.1:8000/v1`.
         model: served model name; None takes the first that the server lists.
 
     Raises:

@@ -97,13 +97,14 @@ def run_worker(
 
 
 def python_path(*folders: Path) -> str:
-    """A ``PYTHONPATH`` of some folders, of those of our packages, and of what it was."""
+    """The ``PYTHONPATH`` of a process: some folders, those of our packages, then this process's."""
     root = Path(__file__).resolve().parents[2]
     paths = (*folders, root, root / "kernels", os.environ.get("PYTHONPATH", ""))
     return os.pathsep.join(filter(None, map(str, paths)))
 
 
 def report_progress(message: str) -> None:
+    """Print a line that the process which started this worker shows as progress."""
     print(PROGRESS + message, flush=True)
 
 

@@ -566,6 +566,10 @@ def test_a_run_goes_on_where_others_stopped_and_its_figures_are_merged(
     assert window["of_task"] == {"t, plain": {"kl": window["kl"], "added_nll": window["added_nll"]}}
     assert cell["of_question"] == {"plain": 2}
     assert window["of_question"]["plain"]["kl"] == window["kl"]
+    assert (everything["kl_ratio"], everything["kl_ratio_error"]) == (1, 1)
+    kls = [json.loads((out / f"decode_m_t_plain_600_{i}.json").read_text()) for i in range(2)]
+    over = [(x["results"]["window"]["kl"] + 1e-5) / (x["results"]["all"]["kl"] + 1e-5) for x in kls]
+    assert window["kl_ratio"] == pytest.approx(math.sqrt(over[0] * over[1]), rel=1e-3)
     text = run("table", merged, "--set", "decode")
     assert text.startswith("| variant | MiB | m, 0k |")
     assert "| window | " in text
