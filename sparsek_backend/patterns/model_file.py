@@ -86,7 +86,7 @@ class ModelPatterns:
             layer, _, field = name.partition(".")
             own.setdefault(storage.number("layer", layer, path), {})[field] = x
         wanted = {"kind", "model", "sparsity", *(f"sha256.{layer}" for layer in own)}
-        storage.check_names(header, {*wanted, *storage.SIZES}, path)
+        storage.check_names(header, {*storage.HEADER, *wanted, *storage.SIZES}, path)
         for name in sorted(wanted - set(header)):
             raise ValueError(f"{name}: expected a field of this name in {path}")
         if header["kind"] != KIND:

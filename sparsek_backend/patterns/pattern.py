@@ -239,7 +239,7 @@ class BlockSparsePattern(BlockStructure):
                 names the file and the field.
         """
         header, tensors = storage.load(Path(path), storage.FORMAT)
-        storage.check_names(header, ("sha256", *storage.SIZES), Path(path))
+        storage.check_names(header, (*storage.HEADER, "sha256", *storage.SIZES), Path(path))
         return cls.of_file(Path(path), header, tensors, header.get("sha256")).to(device)
 
     @classmethod

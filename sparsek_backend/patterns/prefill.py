@@ -73,7 +73,7 @@ class PrefillPattern:
         """
         path = Path(path)
         header, tensors = storage.load(path, storage.PREFILL_FORMAT)
-        storage.check_names(header, ("block_size", "model", "sha256"), path)
+        storage.check_names(header, (*storage.HEADER, "block_size", "model", "sha256"), path)
         block_size = storage.number("block_size", header.get("block_size", ""), path)
         found = storage.digest(tensors, block_size, (len(tensors), 0))
         if header.get("sha256") != found:

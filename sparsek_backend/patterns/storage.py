@@ -21,6 +21,8 @@ PREFILL_FORMAT = "sparsek.prefill_pattern"
 VERSION = 1
 MAX_COLUMNS = 1 << 26
 """Key blocks of all patterns of a file: a damaged number must not claim all memory."""
+HEADER = ("format", "version")
+"""Fields that every file's header has."""
 SIZES = ("block_size", "num_rows", "num_cols")
 """Header fields of a grid of blocks."""
 _DTYPES = {"crow_indices": torch.int32, "col_indices": torch.int32, "weights": torch.float32}
@@ -77,8 +79,8 @@ def load(path: Path, *kinds: str) -> tuple[dict[str, str], dict[str, torch.Tenso
 
 
 def check_names(found: Iterable[str], known: Iterable[str], path: Path) -> None:
-    """Raise a ValueError for a field that no file has and that is none of those known."""
-    for name in set(found) - {"format", "version", *known}:
+    """Raise a ValueError for a field that is none of those known."""
+    for name in set(found) - set(known):
         raise ValueError(f"{name}: expected no field of this name in {path}")
 
 

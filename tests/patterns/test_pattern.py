@@ -237,6 +237,7 @@ def rewrite(path: Path, header: dict[str, str], **tensors: torch.Tensor) -> None
         ({"num_cols": "5"}, {}, "sha256: expected"),
         ({"note": "mine"}, {}, "note: expected no field of this name"),
         ({}, {"note": torch.ones(1)}, "note: expected no field of this name"),
+        ({}, {"version": torch.ones(1)}, "version: expected no field of this name"),
         ({}, {"weights": torch.ones(10)}, "sha256: expected"),
         ({}, {"weights": torch.ones(10).half()}, "weights: expected a tensor of torch.float32"),
         ({}, {"col_indices": torch.ones(10)}, "col_indices: expected a tensor of torch.int32"),
