@@ -55,6 +55,9 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 DECODE_TOKENS = 2048
 """Tokens that a decoded token selects by default."""
 
+DENSE_LAST, LAST_PART = 1024, 16
+"""By default so many tokens of a prompt's end are dense, and no more than this part of it."""
+
 _BY_RECORDS = ("auto", "block_topk", "pattern")
 """Modes whose single tokens choose pairs of keys; in others they choose whole blocks."""
 
@@ -94,9 +97,9 @@ class SparsityConfig(BaseModel):
     tokens."""
     dense_below: Count = 8192
     """Positions below this attend everything."""
-    dense_last: Count = 64
+    dense_last: Count | None = Field(None, examples=[1024])
     """Last tokens of a prompt that attend everything, whatever its chunks: its question sits there.
-    Without effect with `query_tile` 1."""
+    If left out, a sixteenth of the prompt, from 64 to 1024. Without effect with `query_tile` 1."""
     dense_layers: Layers = 0
     """How many first layers attend everything, or a list of layer indices, counted from 0, a draft
     model's after the model's. Layers that both lack are refused."""
@@ -156,7 +159,8 @@ class SparsityConfig(BaseModel):
             window,
             top_k=self.top_k,
             sel_block_size=self.sel_block_size,
-            dense_last=self.dense_last,
+            dense_last=DENSE_LAST if self.dense_last is None else self.dense_last,
+            last_part=LAST_PART if self.dense_last is None else 0,
             query_tile=self.query_tile,
         )
         if self.mode in _BY_RECORDS:

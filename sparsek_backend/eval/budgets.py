@@ -48,7 +48,7 @@ class Budget:
         """Keys that a prompt of ``length`` tokens attends, over dense attention's."""
         position, policy = np.arange(length), self.policy().prefill
         attended = policy.attended_tokens(position)
-        last = slice(*policy.last_rows(length))
+        last = slice(*policy.last_rows(length, length))
         attended[last] = position[last] + 1
         return float(attended.sum()) / (length * (length + 1) // 2)
 

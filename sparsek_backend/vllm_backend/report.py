@@ -66,7 +66,8 @@ def describe_layers(
     if main.dense_below and not main.is_dense:
         parts.append(f"dense below {main.dense_below}")
     if prefill.dense_last:
-        parts.append(f"last {prefill.dense_last} tokens of a prompt dense")
+        most = f", a {prefill.last_part}th of it at most," if prefill.last_part else ""
+        parts.append(f"last {prefill.dense_last} tokens of a prompt{most} dense")
     if policy.selects_blocks:
         parts.append(f"{100 * summary_share:.1f} % summaries")
     parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")

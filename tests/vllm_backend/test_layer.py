@@ -62,7 +62,8 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     expected = paged_attention_reference(q, *keys_and_values(cache), batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     decoded = policy.decode.attended_tokens(299) + policy.decode.attended_tokens(220)
-    dense = 400 - policy.prefill.dense_last
+    dense, _ = policy.prefill.last_rows(400, 400)
+    assert dense == 400 - 64
     share = sum(policy.prefill.attended_tokens(position) for position in range(dense))
     share += sum(position + 1 for position in range(dense, 400))
     assert metadata.attended == (share, decoded)
@@ -134,7 +135,7 @@ def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_one
     layer.impl.flash = FlashPrefill(flash, 3)
     cache = make_cache(spec, 64)
     policy = layer.impl.policy
-    assert policy.prefill.dense_last == 64
+    assert policy.prefill.last_rows(600, 600) == (536, 600)
     run(layer, builder, cache, make_step([299, 260], [299, 260], 64), seed=1)
     calls.clear()
     step = make_step([300, 280, 600, 70], [1, 20, 600, 70], 64)

@@ -118,7 +118,7 @@ def split_queries(policy: SelectionPolicy, num_q: int, num_k: int) -> tuple[int,
     """
     start = num_k - num_q
     first = first_sparse(policy, start, num_k) - start
-    last, _ = policy.last_rows(num_q)
+    last, _ = policy.last_rows(num_q, num_k)
     return (first, last) if first < last else (num_q, num_q)
 
 
@@ -228,7 +228,7 @@ def _segments(
     counts = batch.query_lens
     whole = everything(of_prompts)
     prefills, left = range(batch.num_decodes, batch.num_requests), batch.prompt_left
-    ends = {r: of_prompts.last_rows(counts[r], left[r]) for r in prefills}
+    ends = {r: of_prompts.last_rows(counts[r], lengths[r], left[r]) for r in prefills}
 
     def is_sparse(request: int) -> bool:
         count, length, (begin, end) = counts[request], lengths[request], ends[request]
@@ -269,7 +269,7 @@ def _ends_of_decodes(
     for request, (count, after) in enumerate(zip(counts, left, strict=False)):
         if count + after <= 0:  # an answer, as nearly all are
             continue
-        begin, end = rule.last_rows(count, after)
+        begin, end = rule.last_rows(count, lengths[request], after)
         start = lengths[request] - count
         if begin < end and first_sparse(policy.decode, start, start + end) < start + end:
             found.append((request, begin, end))

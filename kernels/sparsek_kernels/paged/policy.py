@@ -30,6 +30,9 @@ SAMPLE_STRIDE, MOST_SAMPLES = 4, 16
 RANKING_STRIDE, MOST_RANKING = 2, 32
 """Sampling stride and cap of the queries that weigh candidates by their real keys."""
 
+LAST_TOKENS = 64
+"""Tokens of a prompt's end that ``last_part`` leaves to ``dense_last`` in any case."""
+
 CANDIDATES = 2
 """Blocks of a tile that are weighed by their real keys, for each slot."""
 
@@ -75,6 +78,7 @@ class SelectionPolicy:
             segments before the token's own, at least one.  The new tokens of a request then share a
             selection: the first of them decides which blocks compete, and whether all see
             everything.  0: sinks and window end with blocks.
+        last_part: where set, ``dense_last`` is at most the prompt's tokens over this, or 64.
     """
 
     num_sink: int = 0
@@ -85,10 +89,11 @@ class SelectionPolicy:
     dense_last: int = 0
     query_tile: int = 64
     alignment: int = 0
+    last_part: int = 0
 
     def __post_init__(self) -> None:
-        lowest = dict.fromkeys(("num_sink", "top_k", "dense_below", "dense_last", "alignment"), 0)
-        for name, low in {**lowest, "query_tile": 1}.items():
+        counts = ("num_sink", "top_k", "dense_below", "dense_last", "last_part", "alignment")
+        for name, low in {**dict.fromkeys(counts, 0), "query_tile": 1}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
@@ -138,6 +143,7 @@ class SelectionPolicy:
             top_k=own * self.sel_block_size // sel_block_size if self.selects_blocks else 0,
             query_tile=1,
             dense_last=0,
+            last_part=0,
         )
 
     def by_records(self, tokens: int) -> SelectionPolicy:
@@ -158,6 +164,7 @@ class SelectionPolicy:
             top_k=tokens // CELL,
             query_tile=1,
             dense_last=0,
+            last_part=0,
             alignment=SEGMENT,
         )
 
@@ -241,17 +248,22 @@ class SelectionPolicy:
         return self.reach_blocks + ceil_div(latest_start + self.query_tile, size)
 
     def last_rows(
-        self, num_q: Positions, prompt_left: Positions = 0
+        self, num_q: Positions, num_k: Positions, prompt_left: Positions = 0
     ) -> tuple[Positions, Positions]:
         """Half-open range of a prefill's queries that ``dense_last`` exempts; it may be empty.
 
         Args:
             num_q: its queries.
+            num_k: keys of the sequence, the queries' own included.
             prompt_left: tokens of its prompt that come after them; below 0 the queries that follow
                 the prompt.
         """
         end = num_q + prompt_left
-        first, last = (_at_least(_at_most(x, num_q), 0) for x in (end - self.dense_last, end))
+        count: Positions = self.dense_last
+        if self.last_part:
+            part = _at_least((num_k + prompt_left) // self.last_part, LAST_TOKENS)
+            count = _at_most(part, count)
+        first, last = (_at_least(_at_most(x, num_q), 0) for x in (end - count, end))
         return first, last
 
     def num_tiles(self, begin: int, end: int) -> int:
@@ -358,7 +370,7 @@ class StepPolicy:
         Where prompts are dense all of these tokens are.
         """
         if self.prefill.is_dense and not self.decode.is_dense:
-            return replace(self.prefill, dense_last=2**31 - 1)
+            return replace(self.prefill, dense_last=2**31 - 1, last_part=0)
         return self.prefill
 
     @property

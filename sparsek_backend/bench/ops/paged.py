@@ -60,7 +60,7 @@ def decode_tiles(inputs: PagedInputs) -> list[Tile]:
 
 def first_exempt(inputs: PagedInputs) -> int:
     """Position of the first token of the only prompt that ``dense_last`` exempts, or its length."""
-    first, _ = inputs.policy.last_rows(inputs.seq_lens[0])
+    first, _ = inputs.policy.last_rows(inputs.seq_lens[0], inputs.seq_lens[0])
     return int(first)
 
 
@@ -132,7 +132,7 @@ def attended_pairs(
     Args:
         prompt: tokens of the prompt whose last ones ``dense_last`` exempts; 0 for decoded tokens.
     """
-    exempt = range(*policy.last_rows(prompt))
+    exempt = range(*policy.last_rows(prompt, prompt))
     return sum(p + 1 if p in exempt else policy.attended_tokens(p) for p in positions)
 
 

@@ -41,17 +41,25 @@ aligned = st.builds(
 )
 
 
-@given(st.integers(0, 90), st.lists(st.tuples(st.integers(0, 200), st.integers(-300, 300))))
-def test_the_last_tokens_of_a_prompt(dense_last: int, chunks: list[tuple[int, int]]) -> None:
-    policy = SelectionPolicy(dense_last=dense_last)
+@given(
+    st.sampled_from([0, 1, 64, 90, 1024]),
+    st.sampled_from([0, 1, 16]),
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 30_000), st.integers(-300, 3000))),
+)
+def test_the_last_tokens_of_a_prompt(
+    dense_last: int, part: int, chunks: list[tuple[int, int, int]]
+) -> None:
+    policy = SelectionPolicy(dense_last=dense_last, last_part=part)
+    chunks = [(count, before + count, max(left, -before)) for count, before, left in chunks]
     expected = []
-    for count, left in chunks:
+    for count, length, left in chunks:
         prompt = count + left  # ends so many rows after the chunk's first
-        rows = [row for row in range(count) if prompt - dense_last <= row < prompt]
-        assert list(range(*policy.last_rows(count, left))) == rows
+        size = min(dense_last, max(64, (length + left) // part)) if part else dense_last
+        rows = [row for row in range(count) if prompt - size <= row < prompt]
+        assert list(range(*policy.last_rows(count, length, left))) == rows
         expected.append(len(rows))
-    counts, left = np.array(chunks, dtype=np.int64).reshape(-1, 2).T
-    first, end = policy.last_rows(counts, left)
+    counts, lengths, left = np.array(chunks, dtype=np.int64).reshape(-1, 3).T
+    first, end = policy.last_rows(counts, lengths, left)
     assert (end - first).tolist() == expected
 
 
