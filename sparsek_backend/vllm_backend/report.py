@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from sparsek_backend.config import SparsityConfig
 from sparsek_backend.infllm import InfLLMSelection
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import CELL, CELL_SIZE, SEGMENT, SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.policy import (
+    CELL,
+    CELL_SIZE,
+    LAST_TOKENS,
+    SEGMENT,
+    SelectionPolicy,
+    StepPolicy,
+)
 
 EAGER_NORMS = (
     "SPARSEK: VLLM_BATCH_INVARIANT with enforce_eager: vLLM's own RMSNorm kernel may round by "
@@ -66,8 +73,8 @@ def describe_layers(
     if main.dense_below and not main.is_dense:
         parts.append(f"dense below {main.dense_below}")
     if prefill.dense_last:
-        most = f", a {prefill.last_part}th of it at most," if prefill.last_part else ""
-        parts.append(f"last {prefill.dense_last} tokens of a prompt{most} dense")
+        fewest = f"{LAST_TOKENS} to " if prefill.last_part else ""
+        parts.append(f"last {fewest}{prefill.dense_last} tokens of a prompt dense")
     if policy.selects_blocks:
         parts.append(f"{100 * summary_share:.1f} % summaries")
     parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")

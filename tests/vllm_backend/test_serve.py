@@ -67,8 +67,8 @@ def test_the_server_says_what_it_decided(server: Server) -> None:
     line = next(line for line in server.text().splitlines() if "SPARSEK layers" in line)
     assert (
         "SPARSEK layers 0-29: block_topk, 1 sink block + window 64 + 2 blocks of 64 per KV head, "
-        "decoded tokens choose 128 by records, dense below 128, last 64 tokens of a prompt dense, "
-        "4.7 % summaries" in line
+        "decoded tokens choose 128 by records, dense below 128, last 64 to 1024 tokens of a "
+        "prompt dense, 4.7 % summaries" in line
     )
     assert "Cannot use" not in server.text()
 
