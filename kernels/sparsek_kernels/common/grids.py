@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from sparsek_kernels.common.kernels.sequences import tile_map_kernel
-from sparsek_kernels.common.shapes import AttentionShape
+from sparsek_kernels.common.shapes import AttentionShape, cdiv
 
 Grid = tuple[int, int, int]
 
@@ -28,7 +27,7 @@ def tile_grid(
 ) -> tuple[Grid, torch.Tensor | None]:
     """Grid over blocks of tokens and heads, and the :func:`tile_map` of packed sequences."""
     if cu_seqlens is None:
-        return (triton.cdiv(total, block), heads, batch), None
+        return (cdiv(total, block), heads, batch), None
     tiles = tile_map(cu_seqlens, total, block)
     return (tiles.shape[0], heads, 1), tiles
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from sparsek_kernels.common.kernels.row_dots import row_dots_kernel
+from sparsek_kernels.common.shapes import cdiv, next_power_of_2
 
 
 def row_dots(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """``delta [B, Hq, N]`` fp32: row sums of ``out * dout``, less the gradient of the LSE."""
     batch, num_q, num_heads, dim = out.shape
     delta = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=out.device)
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = max(16, next_power_of_2(dim))
     block_m = max(1, 8192 // block_d)
-    row_dots_kernel[(triton.cdiv(num_q, block_m), num_heads, batch)](
+    row_dots_kernel[(cdiv(num_q, block_m), num_heads, batch)](
         delta, out, dout, dlse.contiguous() if dlse is not None else delta,
         *out.stride(), *dout.stride(),
         num_q, num_heads,

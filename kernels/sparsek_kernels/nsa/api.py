@@ -80,10 +80,13 @@ def nsa_compress(
         if k.shape[0] != 1:
             raise ValueError(f"k: expected batch size 1 with cu_seqlens, got {k.shape[0]}")
         check_sequences(cu_seqlens, k.shape[1], k.device)
+    if phi_k is None and phi_v is None:
+        k_cmp, v_cmp = ops.mean_pool([k, v], cu_seqlens, spec.as_list())
+        return k_cmp, v_cmp
     found = []
     for name, x, phi in (("phi_k", k, phi_k), ("phi_v", v, phi_v)):
         if phi is None:
-            found.append(ops.mean_pool(x, cu_seqlens, spec.as_list()))
+            found += ops.mean_pool([x], cu_seqlens, spec.as_list())
         else:
             check_phi(name, phi, x, spec)
             found.append(phi_compress(x, phi, cu_seqlens, spec))
@@ -381,7 +384,7 @@ def nsa_attention(
             f"k_swa: expected {q.shape[1]} tokens{'' if packed else ' or more'}, got {tokens}"
         )
     # One operator computes the gradient of the gated sum, so the branches record none.
-    query, key, value = q.detach(), k.detach(), v.detach()
+    query = q.detach()
     # The sliding branch is first: the GPU is busy with it while the host prepares the others.
     out_swa, lse_swa = sink_flash_attention(
         query, k_swa.detach(), v_swa.detach(), window_size=window_size, softmax_scale=scale,
@@ -397,16 +400,17 @@ def nsa_attention(
         out_cmp, lse_cmp, block_indices = ops.compressed_select(*compressed)
     else:
         out_cmp, lse_cmp = ops.compressed_fwd(*compressed)
-    selected = (query, key, value, block_indices, cu_seqlens, sel_block_size, scale)
     leaves = (q, k_cmp, k, k_swa, v_cmp, v, v_swa, *gates)
     out: torch.Tensor
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
-        out_slc, lse_slc = ops.selected_fwd(*selected)
-        out = ops.branches(
-            [out_cmp, out_slc, out_swa], [lse_cmp, lse_slc, lse_swa], gates,
+        out, *_ = ops.branches(
+            [out_cmp, out_swa], [lse_cmp, lse_swa], gates,
             q, [k_cmp, k, k_swa], [v_cmp, v, v_swa], block_indices, length, cu_seqlens,
             fields, window_size, scale,
         )  # fmt: skip
     else:
-        out = ops.selected_gated(out_cmp, out_swa, gates, *selected)
+        out = ops.selected_gated(
+            out_cmp, out_swa, gates,
+            query, k.detach(), v.detach(), block_indices, cu_seqlens, sel_block_size, scale,
+        )  # fmt: skip
     return (out, block_indices) if return_block_indices else out

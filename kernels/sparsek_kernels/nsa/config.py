@@ -60,7 +60,8 @@ class LaunchConfig:
         selected: of the block-major kernel, whose parts ``combine`` adds up.
         tokens: of the token-major kernel.
         token_major: whether the forward pass of selected attention is token-major.
-        chunk_rows: tokens whose parts are held at once.
+        chunk_rows: tokens whose parts are held at once; backward about ``chunk_rows_bwd``, a
+            multiple of ``index_rows``.
         index_rows: tokens whose queries follow one another block by block; they stay in the cache
             if they are few.
         item_entries: most queries that a block-major program serves.

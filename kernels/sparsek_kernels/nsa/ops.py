@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window import ops as sink_window_ops
+
+_spec = lru_cache(maxsize=64)(NSASpec)  # its checks take longer than a look-up
 
 
 def _passes(x: torch.Tensor) -> Any:
@@ -45,9 +49,9 @@ def _new_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _new_means(
-    x: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
-) -> torch.Tensor:
-    return _new_rows(x, compressed_rows(cu_seqlens, x.shape[1], spec[0], spec[1]))
+    xs: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None, spec: Sequence[int]
+) -> list[torch.Tensor]:
+    return [_new_rows(x, compressed_rows(cu_seqlens, x.shape[1], spec[0], spec[1])) for x in xs]
 
 
 # --- mean pooling -------------------------------------------------------------------------------
@@ -55,13 +59,13 @@ def _new_means(
 
 @torch.library.custom_op("sparsek::nsa_mean_pool", mutates_args=())
 def mean_pool(
-    x: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
-) -> torch.Tensor:
-    """Means of the compressed blocks of ``x [B, M, Hkv, D]``: ``[B, C, Hkv, D]``."""
-    out = _new_means(x, cu_seqlens, spec)
-    with torch.cuda.device_of(x):
-        _passes(x).mean_pool_forward(x, out, cu_seqlens, NSASpec(*spec))
-    return out
+    xs: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None, spec: Sequence[int]
+) -> list[torch.Tensor]:
+    """Means of the compressed blocks of each ``[B, M, Hkv, D]``: ``[B, C, Hkv, D]``."""
+    outs = _new_means(xs, cu_seqlens, spec)
+    with torch.cuda.device_of(xs[0]):
+        _passes(xs[0]).mean_pool_forward(xs, outs, cu_seqlens, _spec(*spec))
+    return outs
 
 
 mean_pool.register_fake(_new_means)
@@ -69,27 +73,32 @@ mean_pool.register_fake(_new_means)
 
 @torch.library.custom_op("sparsek::nsa_mean_pool_bwd", mutates_args=())
 def mean_pool_bwd(
-    dout: torch.Tensor, num_tokens: int, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
-) -> torch.Tensor:
-    """Gradient of the pooled tensor's input, ``[B, num_tokens, Hkv, D]``."""
-    dx = _new_rows(dout, num_tokens)
-    with torch.cuda.device_of(dout):
-        _passes(dout).mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
-    return dx
+    douts: Sequence[torch.Tensor],
+    num_tokens: int,
+    cu_seqlens: torch.Tensor | None,
+    spec: Sequence[int],
+) -> list[torch.Tensor]:
+    """Gradients of the pooled tensors' inputs, ``[B, num_tokens, Hkv, D]``."""
+    dxs = [_new_rows(dout, num_tokens) for dout in douts]
+    with torch.cuda.device_of(douts[0]):
+        _passes(douts[0]).mean_pool_backward(douts, dxs, cu_seqlens, _spec(*spec))
+    return dxs
 
 
-mean_pool_bwd.register_fake(lambda dout, num_tokens, *_: _new_rows(dout, num_tokens))
+@mean_pool_bwd.register_fake
+def _(douts: Sequence[torch.Tensor], num_tokens: Any, *_: Any) -> list[torch.Tensor]:
+    return [_new_rows(dout, num_tokens) for dout in douts]
 
 
-def _mean_pool_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, cu_seqlens, spec = inputs
+def _mean_pool_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    xs, cu_seqlens, spec = inputs
     ctx.save_for_backward(cu_seqlens)
-    ctx.num_tokens, ctx.spec = x.shape[1], spec
+    ctx.num_tokens, ctx.spec = xs[0].shape[1], spec
 
 
-def _mean_pool_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+def _mean_pool_backward(ctx: Any, douts: list[torch.Tensor]) -> tuple[Any, ...]:
     (cu_seqlens,) = ctx.saved_tensors
-    return mean_pool_bwd(dout, ctx.num_tokens, cu_seqlens, ctx.spec), None, None
+    return mean_pool_bwd(douts, ctx.num_tokens, cu_seqlens, ctx.spec), None, None
 
 
 mean_pool.register_autograd(_mean_pool_backward, setup_context=_mean_pool_context)
@@ -102,7 +111,7 @@ _COMPRESSED = "SymInt seq_len, Tensor? cu_seqlens, SymInt[] spec, float softmax_
 
 def _compressed_problem(*inputs: Any) -> CompressedProblem:
     q, k_cmp, v_cmp, seq_len, cu_seqlens, spec, softmax_scale = inputs
-    return CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
+    return CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, _spec(*spec), softmax_scale)
 
 
 def _compressed_passes(x: torch.Tensor) -> Passes:
@@ -206,25 +215,42 @@ _BRANCHES = (
 )
 
 
+def _selected_branch(*inputs: Any) -> tuple[SelectedProblem, torch.Tensor]:
+    """The selected branch of a call of ``branches``, and room for its index, which it has."""
+    *_, q, keys, values, block_indices, _, cu_seqlens, spec, _, softmax_scale = inputs
+    selected = (q, keys[1], values[1], block_indices, cu_seqlens, spec[2], softmax_scale)
+    problem = SelectedProblem(*selected)
+    index = problem.new_index() if runs_kernels(q) else q.new_empty(0, dtype=torch.int32)
+    return replace(problem, index=index), index
+
+
 @torch.library.custom_op(
-    "sparsek::nsa_branches", mutates_args=(), schema=f"({_BRANCHES}) -> Tensor"
+    "sparsek::nsa_branches",
+    mutates_args=(),
+    schema=f"({_BRANCHES}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def branches(
-    outs: Sequence[torch.Tensor], lses: Any, gates: Sequence[torch.Tensor], *_: Any
-) -> torch.Tensor:
+    outs: Sequence[torch.Tensor], lses: Any, gates: Sequence[torch.Tensor], *inputs: Any
+) -> tuple[torch.Tensor, ...]:
     """Gated sum of three branches, in the order compressed, selected, sliding.
 
-    ``outs [B, N, Hq, D]`` and ``lses [B, Hq, N]`` are results of the branches' operators,
-    contiguous and without gradients of their own; ``gates [B, N, Hq]``, ``q``, ``keys`` and
-    ``values`` receive the gradients.
+    ``outs [B, N, Hq, D]`` and ``lses [B, Hq, N]`` are results of the compressed and the sliding
+    branch's operators, contiguous and without gradients of their own; ``gates [B, N, Hq]``, ``q``,
+    ``keys`` and ``values`` receive the gradients.  What follows the sum is for the backward pass:
+    output and log-sum-exp of the selected branch, and its index where kernels run.
     """
-    out = new_like(outs[0])
+    problem, index = _selected_branch(*inputs)
+    out, out_slc, lse_slc = new_like(problem.q), new_like(problem.q), new_lse(problem.q)
     with torch.cuda.device_of(out):
-        _passes(out).gated_forward(out, outs, gates)
-    return out
+        _passes(out).selected_forward(problem, out_slc, lse_slc)
+        _passes(out).gated_forward(out, (outs[0], out_slc, outs[1]), gates)
+    return out, out_slc, lse_slc, index
 
 
-branches.register_fake(lambda outs, *_: new_like(outs[0]))
+@branches.register_fake
+def _(outs: Any, lses: Any, gates: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    problem, index = _selected_branch(*inputs)
+    return new_like(problem.q), new_like(problem.q), new_lse(problem.q), index
 
 
 def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradients:
@@ -250,17 +276,18 @@ def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradien
 @torch.library.custom_op(
     "sparsek::nsa_branches_bwd",
     mutates_args=(),
-    schema=f"(Tensor dout, {_BRANCHES}) -> (Tensor, Tensor[], Tensor[], Tensor[])",
+    schema=f"(Tensor dout, Tensor index, {_BRANCHES}) -> (Tensor, Tensor[], Tensor[], Tensor[])",
 )
 def branches_bwd(
-    dout: torch.Tensor, *inputs: Any
+    dout: torch.Tensor, index: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of q, keys, values and gates."""
+    """Gradients of q, keys, values and gates; ``outs`` and ``lses`` are of all three branches."""
     outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, spec, *rest = inputs
+    window_size, softmax_scale = rest
     outs, lses, gates, keys, values = (PerBranch(*x) for x in (outs, lses, gates, keys, values))
     problem = GatedProblem(
-        outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, NSASpec(*spec),
-        *rest,
+        outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, _spec(*spec),
+        window_size, softmax_scale, index,
     )  # fmt: skip
     found = None
     with torch.cuda.device_of(q):
@@ -274,27 +301,31 @@ def branches_bwd(
 
 @branches_bwd.register_fake
 def _(
-    dout: Any, outs: Any, lses: Any, *inputs: Any
+    dout: Any, index: Any, outs: Any, lses: Any, *inputs: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     gates, q, keys, values, *_ = inputs
     dkeys, dvalues, dgates = ([new_like(x) for x in leaves] for leaves in (keys, values, gates))
     return new_like(q), dkeys, dvalues, dgates
 
 
-def _branches_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _branches_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, *scalars = inputs
-    ctx.save_for_backward(q, block_indices, cu_seqlens, *outs, *lses, *gates, *keys, *values)
+    _, out_slc, lse_slc, index = output
+    outs, lses = (outs[0], out_slc, outs[1]), (lses[0], lse_slc, lses[1])
+    ctx.save_for_backward(q, block_indices, cu_seqlens, index, *outs, *lses, *gates, *keys, *values)
     ctx.seq_len, ctx.scalars = seq_len, scalars
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
-def _branches_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-    q, block_indices, cu_seqlens, *lists = ctx.saved_tensors
+def _branches_backward(ctx: Any, dout: torch.Tensor, *_: None) -> tuple[Any, ...]:
+    q, block_indices, cu_seqlens, index, *lists = ctx.saved_tensors
     outs, lses, gates, keys, values = (lists[i : i + 3] for i in range(0, 15, 3))
     dq, dkeys, dvalues, dgates = branches_bwd(
-        dout, outs, lses, gates, q, keys, values, block_indices, ctx.seq_len, cu_seqlens,
+        dout, index, outs, lses, gates, q, keys, values, block_indices, ctx.seq_len, cu_seqlens,
         *ctx.scalars,
     )  # fmt: skip
-    nothing = [None] * 3
+    nothing = [None] * 2
     return nothing, nothing, dgates, dq, dkeys, dvalues, *[None] * 6
 
 

@@ -29,8 +29,9 @@ class GatedGradients(NamedTuple):
 class GatedProblem:
     """Native sparse attention once its branches are computed (arXiv 2502.11089, equation 5).
 
-    ``outs`` and ``lses`` are the branches' results, contiguous; the rest is as ``nsa_attention``
-    names it.
+    ``outs`` and ``lses`` are the branches' results, contiguous; ``index`` is what the selected
+    branch left for its backward pass (``SelectedProblem``); the rest is as ``nsa_attention`` names
+    it.
     """
 
     outs: PerBranch
@@ -45,6 +46,7 @@ class GatedProblem:
     spec: NSASpec
     window_size: int
     softmax_scale: float
+    index: torch.Tensor | None = None
 
     @cached_property
     def compressed(self) -> CompressedProblem:
@@ -59,8 +61,9 @@ class GatedProblem:
         """The selected branch."""
         k, v, block = self.keys.slc, self.values.slc, self.spec.sel_block_size
         return SelectedProblem(
-            self.q, k, v, self.block_indices, self.cu_seqlens, block, self.softmax_scale
-        )
+            self.q, k, v, self.block_indices, self.cu_seqlens, block, self.softmax_scale,
+            index=self.index,
+        )  # fmt: skip
 
     @cached_property
     def sliding(self) -> SinkWindowProblem:

@@ -35,37 +35,43 @@ def _position(rows: slice, span: Span, device: torch.device) -> torch.Tensor:
     return position
 
 
-@without_autocast
 def mean_pool_forward(
-    x: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: NSASpec
+    xs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
+    spec: NSASpec,
 ) -> None:
-    """Fill ``out [B, C, Hkv, D]`` with the means of the compressed blocks of ``x``."""
-    out.zero_()
+    """Fill each ``[B, C, Hkv, D]`` of ``outs`` with the means of compressed blocks of ``xs``."""
     size, stride = spec.cmp_block_size, spec.cmp_stride
-    for span in spans(cu_seqlens, x.shape[0], x.shape[1], x.shape[1], size, stride):
-        if span.compressed.stop > span.compressed.start:
-            tokens = x[span.batch, span.keys].to(compute_dtype(x.dtype))
-            means = tokens.unfold(0, size, stride).mean(dim=-1)
-            out[span.batch, span.compressed] = means.to(out.dtype)
+    for x, out in zip(xs, outs, strict=True):
+        out.zero_()
+        for span in spans(cu_seqlens, x.shape[0], x.shape[1], x.shape[1], size, stride):
+            if span.compressed.stop > span.compressed.start:
+                tokens = x[span.batch, span.keys].to(compute_dtype(x.dtype))
+                means = tokens.unfold(0, size, stride).mean(dim=-1)
+                out[span.batch, span.compressed] = means.to(out.dtype)
 
 
-@without_autocast
 def mean_pool_backward(
-    dout: torch.Tensor, dx: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: NSASpec
+    douts: Sequence[torch.Tensor],
+    dxs: Sequence[torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
+    spec: NSASpec,
 ) -> None:
-    """Fill ``dx [B, M, Hkv, D]``: each block's gradient, divided among its tokens."""
-    compute = compute_dtype(dout.dtype)
-    total = torch.zeros(dx.shape, dtype=compute, device=dx.device)
+    """Fill each ``[B, M, Hkv, D]`` of ``dxs``: a block's gradient is divided among its tokens."""
     size, stride = spec.cmp_block_size, spec.cmp_stride
-    for span in spans(cu_seqlens, dx.shape[0], dx.shape[1], dx.shape[1], size, stride):
-        count = span.compressed.stop - span.compressed.start
-        if count == 0:
-            continue
-        part = dout[span.batch, span.compressed].to(compute) / size
-        for token in range(size):
-            first = span.keys.start + token
-            total[span.batch, first : first + (count - 1) * stride + 1 : stride] += part
-    dx.copy_(total)
+    for dout, dx in zip(douts, dxs, strict=True):
+        compute = compute_dtype(dout.dtype)
+        total = torch.zeros(dx.shape, dtype=compute, device=dx.device)
+        for span in spans(cu_seqlens, dx.shape[0], dx.shape[1], dx.shape[1], size, stride):
+            count = span.compressed.stop - span.compressed.start
+            if count == 0:
+                continue
+            part = dout[span.batch, span.compressed].to(compute) / size
+            for token in range(size):
+                first = span.keys.start + token
+                total[span.batch, first : first + (count - 1) * stride + 1 : stride] += part
+        dx.copy_(total)
 
 
 def _hidden_blocks(problem: CompressedProblem, rows: slice, span: Span) -> torch.Tensor:

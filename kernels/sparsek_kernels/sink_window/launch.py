@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 
 from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.grids import query_grid, tile_grid
 from sparsek_kernels.common.operators import new_like, pointers
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.row_dots import row_dots
-from sparsek_kernels.common.shapes import strides
+from sparsek_kernels.common.shapes import cdiv, strides
 from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
 from sparsek_kernels.sink_window.kernels.bwd import (
@@ -83,11 +82,11 @@ def _sink_gradients(
     """Unscaled ``dk`` and ``dv`` ``[sequences, Hkv, num_sink, D]`` from outside the window."""
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     tile = config.sink
-    sink_blocks = triton.cdiv(shape.num_sink, tile.block_n)
+    sink_blocks = cdiv(shape.num_sink, tile.block_n)
     seqs = shape.batch if shape.num_seqs is None else shape.num_seqs
-    longest = triton.cdiv(shape.num_q, 4 * tile.block_m)
+    longest = cdiv(shape.num_q, 4 * tile.block_m)
     programs = max(seqs * shape.num_kv_heads * sink_blocks, 1)
-    chunks = max(1, min(triton.cdiv(_SINK_PROGRAMS, programs), longest))
+    chunks = max(1, min(cdiv(_SINK_PROGRAMS, programs), longest))
     size = (2, seqs, chunks, shape.num_kv_heads, shape.num_sink, shape.head_dim)
     part = torch.empty(size, dtype=torch.float32, device=q.device)
     sink_window_bwd_sink_kernel[(chunks * sink_blocks, shape.num_kv_heads, seqs)](

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from sparsek_kernels.common.descriptors import describe
 from sparsek_kernels.common.device import multiprocessors
@@ -14,7 +13,7 @@ from sparsek_kernels.common.grids import query_grid, tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.recording import run
-from sparsek_kernels.common.shapes import octet_strides
+from sparsek_kernels.common.shapes import cdiv, next_power_of_2, octet_strides
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels.bwd_sm90 import sink_window_hopper_bwd_kernel
@@ -168,9 +167,9 @@ def backward(
 def finish_dq(dq: torch.Tensor, dq_acc: torch.Tensor, scale: float) -> None:
     """Write ``dq [B, N, Hq, D] = scale * dq_acc``, from the sum ``[B, Hq, N, D]``."""
     batch, num_q, num_heads, head_dim = dq.shape
-    padded_dim = triton.next_power_of_2(head_dim)
+    padded_dim = next_power_of_2(head_dim)
     rows = 8192 // padded_dim
-    sink_window_bwd_finish_kernel[(triton.cdiv(num_q, rows), num_heads, batch)](
+    sink_window_bwd_finish_kernel[(cdiv(num_q, rows), num_heads, batch)](
         dq, dq_acc, scale,
         *dq.stride()[:3],
         num_q, num_heads,

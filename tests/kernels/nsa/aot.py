@@ -106,8 +106,8 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         combine_hopper=None,
         selected_bwd_hopper=None,
     )
-    launch_compress.mean_pool_forward(k, cmp, None, spec)
-    launch_compress.mean_pool_backward(cmp, k, None, spec)
+    launch_compress.mean_pool_forward([k], [cmp], None, spec)
+    launch_compress.mean_pool_backward([cmp], [k], None, spec)
     launch_compressed.backward(compressed(), q, lse, q, None)
     for rows in (tokens, 1):
         few, found = q[:, :rows], indices[:, :rows]
@@ -131,6 +131,9 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
             launch_compressed_select.attend_and_select(compressed(cu=cu), q, lse, indices)
             launch_selected.forward(replace(selected(), cu_seqlens=cu), q, lse)
         launch_selected_bwd.backward(selected(), q, lse, q, None)
+        problem = replace(selected(), cu_seqlens=cu)
+        config = replace(problem.config, index_rows=500, chunk_rows_bwd=1000)
+        launch_selected_bwd.backward(replace(problem, tuned=config), q, lse, q, None)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
         launch_selected.forward(selected(), q, lse)
     launch_selected.forward_gated(selected(), q, (q, q), gates)
@@ -138,7 +141,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     launch_gate.forward(q, [q] * 3, gates)
     launch_gate.backward([q] * 3, gates, q, [q] * 3, gates)
     # Once for many tokens and once for a decoded one, told apart by their first argument.
-    keys = ("GATED", "VARLEN", "BOUNDED")
+    keys = ("GATED", "VARLEN", "BOUNDED", "FIRST", "LAST")
     found = {(x[0], x[2][0].shape[:2], *map(x[3].get, keys)): x for x in seen}
     return list(found.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise
 
 import torch
 
@@ -13,7 +13,7 @@ from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopp
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.select import launch_fused as launch_compressed_select
-from sparsek_kernels.nsa.selected.index import build_index
+from sparsek_kernels.nsa.selected.index import merge_selection, sort_selection
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.selected.share import share_blocks
 from sparsek_kernels.nsa.spec import NSASpec
@@ -96,7 +96,8 @@ def run_share(group: int, device: str) -> int:
         return judge.failed
     block_t, launch_rows = 64 // group, 42
     least = max(block_t // 2, 2)
-    keys = [[-(-rows // 21) * heads * 19] * top_n for _ in range(rows * heads)]
+    num_keys = -(-rows // 21) * heads * 19
+    keys = [[2 * num_keys] * top_n for _ in range(rows * heads)]
     far = torch.zeros(rows, heads, dtype=torch.int32)
     good, shared, single = True, 0, 0
     starts = [
@@ -116,8 +117,12 @@ def run_share(group: int, device: str) -> int:
             union = 0
             for t in tokens:
                 for s, b in enumerate(listed[t]):
+                    if b < 0:
+                        continue
+                    key = (t // 21 * heads + head) * 19 + b
+                    keys[t * heads + head][s] = key + num_keys
                     if 0 < b < t // size - 1 and times[b] < least:
-                        keys[t * heads + head][s] = (t // 21 * heads + head) * 19 + b
+                        keys[t * heads + head][s] = key
                         far[t, head] |= 1 << s
                 union |= int(far[t, head])
             good &= places == union
@@ -131,47 +136,62 @@ def run_share(group: int, device: str) -> int:
     return judge.failed
 
 
-def run_index(packed: bool, far_only: bool, device: str) -> int:
-    """Check that the index inverts a selection."""
+def run_index(packed: bool, together: int, device: str) -> int:
+    """Check that the indices invert a selection: of far entries, and of all by larger chunks."""
     torch.manual_seed(0)
-    judge = Judge(f"index {'packed' if packed else 'batch'}{' far' if far_only else ''}")
-    batch, rows, heads, slots, size = (1, 60, 2, 3, 8) if packed else (2, 30, 2, 3, 8)
+    judge = Judge(f"index {'packed' if packed else 'batch'} {together}")
+    batch, rows, heads, slots, size, step = (1, 60, 2, 3, 8, 13) if packed else (2, 30, 2, 3, 8, 13)
     offsets = torch.tensor([0, 17, 17, 60], dtype=torch.int32).to(device) if packed else None
     seq_of = [0] * 17 + [2] * 43
     chosen = torch.rand(batch, rows, heads, 8).argsort(-1)[..., :slots].int()
-    limit = 3 if packed else 4
+    limit = torch.tensor([3] * 17 + [6] * 43 if packed else [4] * 30).view(1, rows, 1, 1)
     chosen = torch.where((chosen < limit) & (torch.rand(chosen.shape) < 0.7), chosen, -1)
     q, k = torch.empty(batch, rows, heads, 1), torch.empty(batch, rows, heads, 1)
     problem = SelectedProblem(
         q.to(device), k.to(device), k.to(device), chosen.to(device), offsets, size, 1.0
     )
-    index = build_index(problem, 25, 5, far_only)
-    found, good = set(), True
+    config = replace(
+        problem.config, index_rows=step, item_entries=5, chunk_rows_bwd=together * step,
+        item_entries_bwd=7,
+    )  # fmt: skip
+    problem = replace(problem, tuned=config, index=problem.new_index().fill_(-9))
     flat = chosen.flatten().tolist()
     starts = torch.tensor([(0, 17, 17)[seq] for seq in seq_of]) if packed else torch.zeros(rows)
     own = ((torch.arange(rows) - starts) // size).view(1, rows, 1, 1)
-    far = (chosen > 0) & (chosen < own - 1) if far_only else chosen >= 0
-    for chunk, head, block in product(
-        range(index.num_chunks), range(heads), range(index.num_blocks)
-    ):
-        key = (chunk * heads + head) * index.num_blocks + block
-        lo, hi = index.entry_offsets[key : key + 2].tolist()
-        first, last = index.item_offsets[key : key + 2].tolist()
-        good &= last - first == -(-(hi - lo) // 5)
-        good &= bool((index.item_keys[first:last] == key).all())
-        entries = index.entries[lo:hi].tolist()
-        good &= entries == sorted(entries)
-        local = block - int(index.cu_blocks[index.block_seq[block]])
-        for place, entry in enumerate(entries, lo):
-            row, at_head = entry // (heads * slots), entry // slots % heads
-            seq = seq_of[row] if packed else row // rows
-            good &= (row // 25, at_head) == (chunk, head)
-            good &= flat[entry] == local
-            good &= int(index.entry_rows[place]) == row % rows
-            good &= int(index.block_seq[block]) == seq
-            found.add(entry)
-    judge.say(good, "keys, items and entries", f"{len(found)} entries")
-    judge.say(bool((index.item_keys[last:] == key + 1).all()), "no more items", f"after {last}")
-    same = found == set(far.flatten().nonzero().flatten().tolist())
-    judge.say(same and (bool(found) or far_only), "all of them", "listed")
+    far = (chosen > 0) & (chosen < own - 1)
+    found = {"far": sort_selection(problem, problem.index)}
+    found["all"] = merge_selection(problem, problem.index)
+    for name, index in found.items():
+        listed, good, free = [], True, 0
+        chunk_rows, most = (step, 5) if name == "far" else (together * step, 7)
+        last = index.num_chunks * heads * index.num_blocks
+        begins = index.entry_offsets[: last + 1].tolist()
+        first_items = [begin // most + key for key, begin in enumerate(begins)]
+        for key, (lo, hi) in enumerate(pairwise(begins)):
+            pair, block = divmod(key, index.num_blocks)
+            items = index.item_keys[first_items[key] : first_items[key + 1]].tolist()
+            used = -(-(hi - lo) // most)
+            good &= used <= len(items) <= index.chunk_items
+            good &= items == [key] * used + [-1] * (len(items) - used)
+            free += len(items) - used
+            entries = index.entries[lo:hi].tolist()
+            good &= entries == sorted(entries)
+            for place, entry in enumerate(entries, lo):
+                row, at_head = entry // (heads * slots), entry // slots % heads
+                seq = seq_of[row] if packed else row // rows
+                first = (0, 17, 17)[seq] // size + seq if packed else 4 * seq
+                good &= (row // chunk_rows, at_head) == divmod(pair, heads)
+                good &= flat[entry] == block - first
+                good &= int(index.entry_rows[place]) == row % rows
+                good &= not packed or int(index.block_seq[block]) == seq
+            listed += entries
+        judge.say(good, f"{name}: keys, items and entries", f"{len(listed)} entries, {free} free")
+        want = (far if name == "far" else chosen >= 0).flatten().nonzero().flatten().tolist()
+        same = sorted(listed) == want and begins[0] == 0
+        judge.say(same and len(want) > 0, f"{name}: all of them", "listed once")
+        per_chunk = [
+            first_items[i + heads * index.num_blocks] - first_items[i]
+            for i in range(0, last, heads * index.num_blocks)
+        ]
+        judge.say(max(per_chunk) <= index.chunk_items, f"{name}: items of a chunk", f"{per_chunk}")
     return judge.failed

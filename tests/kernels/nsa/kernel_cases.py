@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -172,14 +173,13 @@ def run(case: Case, device: str, size: str, only_hopper: bool = False) -> int:
     rows = compressed_rows(cu, total, spec.cmp_block_size, spec.cmp_stride)
     k_cmp = torch.full((case.batch, rows, *k.shape[2:]), float("nan"), dtype=dtype, device=device)
     v_cmp = k_cmp.clone()
-    launch_compress.mean_pool_forward(k, k_cmp, cu, spec)
-    launch_compress.mean_pool_forward(v, v_cmp, cu, spec)
+    launch_compress.mean_pool_forward((k, v), (k_cmp, v_cmp), cu, spec)
     used = pooled(k.double()).shape[1]
     judge.error("mean pool", k_cmp[:, :used], pooled(k), pooled(k.double()))
     judge.say(bool((k_cmp[:, used:] == 0).all()), "mean pool tail", "zeros")
     dcmp = torch.randn(k_cmp.shape).to(dtype).to(device)
     dx = torch.full_like(k, float("nan"), memory_format=torch.contiguous_format)
-    launch_compress.mean_pool_backward(dcmp, dx, cu, spec)
+    launch_compress.mean_pool_backward([dcmp], [dx], cu, spec)
     leaf = k.double().requires_grad_()
     (exact,) = torch.autograd.grad(pooled(leaf), leaf, dcmp[:, :used].double())
     judge.error("mean pool backward", dx, exact.to(dtype), exact)
@@ -336,10 +336,11 @@ def run(case: Case, device: str, size: str, only_hopper: bool = False) -> int:
     if only_hopper:
         designs = {name: x for name, x in designs.items() if name.startswith(("hopper", "boxes"))}
     problem = SelectedProblem(q, k, v, indices, cu, spec.sel_block_size, scale)
+    kept = {design: problem.new_index().fill_(-1) for design in designs}
     for design, config in designs.items():
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        launch_selected.forward(replace(problem, tuned=config), out, lse)
+        launch_selected.forward(replace(problem, tuned=config, index=kept[design]), out, lse)
         judge.error(f"{design} out", out, plain[0], exact_all[0])
         judge.error(f"{design} lse", lse, exact_all[1].to(dtype), exact_all[1])
         if config.combine_hopper and case.batch == 1 and not packed and group >= 4:
@@ -347,12 +348,21 @@ def run(case: Case, device: str, size: str, only_hopper: bool = False) -> int:
             told = [] if counts is None else counts.counts.sum((0, 1)).tolist()
             shares = told[0] > 0 if told else group < 8  # small groups: at times not
             judge.say(shares, f"{design} shared blocks", f"{told}")
+    if not only_hopper:
+        same = torch.equal(kept["token-major"], kept["block-major"])
+        judge.say(same, "token-major index", "as of block-major")
     # Boxes only make parts: what follows takes them as it takes those of the other kernel.
     designs = {name: x for name, x in designs.items() if not name.startswith("boxes")}
     backwards = {name: x for name, x in designs.items() if name != "token-major"}
     for design, config in backwards.items():
         tuned = replace(problem, tuned=config)
-        found = launch_selected_bwd.backward(tuned, out, lse, dout, dlse)
+        if "chunks" in design:  # reads what forward left
+            tuned = replace(tuned, index=kept[design])
+        with mock.patch.object(
+            launch_selected_bwd, "sort_selection", wraps=launch_selected_bwd.sort_selection
+        ) as sort:
+            found = launch_selected_bwd.backward(tuned, out, lse, dout, dlse)
+        judge.say(sort.call_count == (tuned.index is None), f"{design} sorts", f"{sort.call_count}")
         for name, ours, low, high in zip(
             ("dq", "dk", "dv"), found, plain[2:], exact_all[2:], strict=True
         ):
@@ -467,7 +477,7 @@ def main() -> int:
             for num_init in (0, 1):
                 failed += run_best(num_blocks, num_init, args.device)
         failed += run_summed(args.device)
-        kinds = product((False, True), repeat=2)
+        kinds = product((False, True), (1, 2, 9))
         failed += sum(run_index(*kind, args.device) for kind in kinds)
         failed += sum(run_share(group, args.device) for group in (16, 4, 1))
     print(f"{failed} failed")

@@ -22,7 +22,7 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
     """A call of each operator; what is differentiable requires gradients."""
     case = make_problem(TOKENS, dtype=dtype)
     q, k, v, dout = case.q, case.k, case.v, case.dout
-    k_cmp, v_cmp = (ops.mean_pool(x, cu, SPEC) for x in (k, v))
+    k_cmp, v_cmp = ops.mean_pool([k, v], cu, SPEC)
     cmp = (TOKENS, cu, SPEC, SCALE)
     out, lse = ops.compressed_fwd(q, k_cmp, v_cmp, *cmp)
     dlse = torch.randn_like(lse)
@@ -39,9 +39,10 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
         return [leaf(x) for x in xs]
 
     rest = (indices, TOKENS, cu, SPEC, 20, SCALE)
+    index = indices.new_empty(0)  # torch operations have none
     return {
-        "mean_pool": (leaf(k), cu, SPEC),
-        "mean_pool_bwd": (k_cmp, TOKENS, cu, SPEC),
+        "mean_pool": (leaves(k, v), cu, SPEC),
+        "mean_pool_bwd": ([k_cmp, v_cmp], TOKENS, cu, SPEC),
         "compressed_fwd": (*leaves(q, k_cmp, v_cmp), *cmp),
         "compressed_bwd": (dout, dlse, q, k_cmp, v_cmp, out, lse, *cmp),
         "compressed_select": (q, k_cmp, v_cmp, *cmp),
@@ -50,10 +51,10 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
         "selected_bwd": (dout, None, q, k, v, out_slc, lse_slc, *slc),
         "selected_gated": (out, out, case.gates, q, k, v, *slc),
         "branches": (
-            *(outs, lses, leaves(*case.gates), leaf(q), leaves(*keys), leaves(*values)),
+            *(outs[::2], lses[::2], leaves(*case.gates), leaf(q), leaves(*keys), leaves(*values)),
             *rest,
         ),
-        "branches_bwd": (dout, outs, lses, case.gates, q, keys, values, *rest),
+        "branches_bwd": (dout, index, outs, lses, case.gates, q, keys, values, *rest),
     }
 
 
@@ -66,6 +67,18 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
 def test_operators_pass_opcheck(name: str, offsets: list[int] | None, dtype: torch.dtype) -> None:
     cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
     torch.library.opcheck(OPERATORS[name], arguments(cu, dtype)[name])
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 9, TOKENS]], ids=["fixed", "packed"])
+def test_the_index_of_kernels_is_as_long_as_traced(
+    offsets: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    given = arguments(cu, torch.float32)["branches"]
+    monkeypatch.setattr(ops, "_passes", lambda x: torch_path)
+    monkeypatch.setattr(ops, "runs_kernels", lambda x: True)
+    assert len(ops.branches(*given)[3]) > given[6].numel()
+    torch.library.opcheck(ops.branches, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("name", OPERATORS)

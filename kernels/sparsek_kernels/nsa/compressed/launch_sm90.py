@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.descriptors import describe
@@ -16,6 +15,7 @@ from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.shapes import cdiv
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS
 from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     BOUND_BF16,
@@ -123,8 +123,8 @@ def query_segments(num_q: int, span: int) -> tuple[int, int]:
     ``span`` is the tokens of a tile of keys.  Every segment writes gradients of keys and values of
     its own, hence few segments.
     """
-    rows = triton.cdiv(triton.cdiv(num_q, _MOST_SEGMENTS), span) * span
-    return triton.cdiv(num_q, rows), rows
+    rows = cdiv(cdiv(num_q, _MOST_SEGMENTS), span) * span
+    return cdiv(num_q, rows), rows
 
 
 def accumulate(
@@ -143,7 +143,7 @@ def accumulate(
     segments, segment_rows = query_segments(shape.num_q, span)
     if cu_seqlens is not None:  # sequences of any length
         segments, segment_rows = 1, shape.num_q + tile.block_m
-    seen = triton.cdiv(rows, tile.block_n) * (segments + 1) // 2  # key tiles, in all segments
+    seen = cdiv(rows, tile.block_n) * (segments + 1) // 2  # key tiles, in all segments
     share = _share(shape.group, seen * num_kv_heads * batch)
     parts = shape.group // share
     # Each part of a group gets keys, values and gradients of its own.
@@ -161,7 +161,7 @@ def accumulate(
     if segments * parts == 1:
         return dk[0], dv[0]
     split = (segments, batch, rows, num_kv_heads, parts, head_dim)
-    dk, dv = (x.view(split).sum((0, 4), dtype=torch.float32).to(x.dtype) for x in (dk, dv))
+    dk, dv = (x.view(split).sum((0, 4)) for x in (dk, dv))  # in fp32, rounded once
     return dk, dv
 
 

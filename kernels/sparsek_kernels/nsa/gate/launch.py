@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 
 from sparsek_kernels.common.operators import new_like
+from sparsek_kernels.common.shapes import cdiv, next_power_of_2
 from sparsek_kernels.nsa.config import row_tile
 from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.gate.kernels.gate import (
@@ -25,7 +25,7 @@ def forward(out: torch.Tensor, outs: Sequence[torch.Tensor], gates: Sequence[tor
     if rows == 0:
         return
     block_r, block_d = row_tile(head_dim)
-    nsa_gate_fwd_kernel[(triton.cdiv(rows, block_r),)](
+    nsa_gate_fwd_kernel[(cdiv(rows, block_r),)](
         out, *(x.contiguous() for x in (*outs, *gates)), rows,
         HEAD_DIM=head_dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
@@ -44,7 +44,7 @@ def backward(
     if rows == 0:
         return
     block_r, block_d = row_tile(head_dim)
-    nsa_gate_bwd_kernel[(triton.cdiv(rows, block_r),)](
+    nsa_gate_bwd_kernel[(cdiv(rows, block_r),)](
         *douts, *dgates, dout, *(x.contiguous() for x in (*outs, *gates)),
         *dout.stride(),
         rows, num_q, num_heads,
@@ -63,9 +63,9 @@ def gate_rows(
     delta = torch.empty((3, batch, num_heads, num_q), dtype=torch.float32, device=dout.device)
     folded = torch.empty_like(delta)
     dgates = PerBranch(*map(new_like, gates))
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     block_h = max(8192 // block_d // _ROWS_TOKENS, 1)
-    tiles = triton.cdiv(num_q, _ROWS_TOKENS) * triton.cdiv(num_heads, block_h)
+    tiles = cdiv(num_q, _ROWS_TOKENS) * cdiv(num_heads, block_h)
     nsa_gate_rows_kernel[(tiles, batch)](
         *dgates, delta, folded, dout, *outs, *(x.contiguous() for x in gates), *lses,
         *dout.stride(),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.descriptors import describe, tile_layout
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.operators import pointers
-from sparsek_kernels.common.shapes import octet_strides
+from sparsek_kernels.common.shapes import next_power_of_2, octet_strides
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.select.kernels.scores import nsa_block_scores_kernel
@@ -98,7 +97,7 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
             maxnreg=96,  # twenty warps share 65536 registers
         )  # fmt: skip
         return
-    block_c = triton.next_power_of_2(spec.strides_per_sel)
+    block_c = next_power_of_2(spec.strides_per_sel)
     nsa_block_scores_kernel[grid](
         scores, q, k_cmp, lse, *maps, problem.softmax_scale,
         *q.stride(), *k_cmp.stride(), *sizes,
@@ -112,7 +111,7 @@ def blocks_reached(pitch: int, cu_seqlens: torch.Tensor | None, end: int, spec: 
     seen = pitch
     if cu_seqlens is None:
         seen = min(pitch, (end - 1) // spec.sel_block_size + 1)
-    return max(int(triton.next_power_of_2(seen)), 256)
+    return max(next_power_of_2(seen), 256)
 
 
 def choose(
@@ -136,5 +135,5 @@ def choose(
         block_indices if cu_seqlens is None else cu_seqlens, first, rows, num_q, offset, pitch,
         SEL_BLOCK=spec.sel_block_size, TOP_N=spec.top_n, NUM_INIT=spec.num_init_blocks,
         NUM_LOCAL=spec.num_local_blocks, VARLEN=cu_seqlens is not None, BLOCK_B=width,
-        BLOCK_O=triton.next_power_of_2(spec.top_n), num_warps=max(min(width // 1024, 16), 1),
+        BLOCK_O=next_power_of_2(spec.top_n), num_warps=max(min(width // 1024, 16), 1),
     )  # fmt: skip

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.shapes import next_power_of_2
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed import launch_sm90
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS, PER_CMP, PER_SEL
@@ -91,7 +91,7 @@ def choose_summed(
             GROUP=group, SEL_BLOCK=spec.sel_block_size, TOP_N=spec.top_n,
             NUM_INIT=spec.num_init_blocks, NUM_LOCAL=spec.num_local_blocks,
             VARLEN=cu_seqlens is not None, BLOCK_R=width // 32,
-            BLOCK_O=triton.next_power_of_2(spec.top_n),
-            num_warps=max(min(width * triton.next_power_of_2(group) // 8192, 16), 1),
+            BLOCK_O=next_power_of_2(spec.top_n),
+            num_warps=max(min(width * next_power_of_2(group) // 8192, 16), 1),
         )  # fmt: skip
         done += rows

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from sparsek_kernels.common.descriptors import tile_layout
-from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.operators import new_like, pointers
 from sparsek_kernels.common.row_dots import row_dots
-from sparsek_kernels.common.shapes import octet_strides
-from sparsek_kernels.nsa.selected.index import build_index
+from sparsek_kernels.common.shapes import cdiv, octet_strides
+from sparsek_kernels.nsa.selected.index import merge_selection, sort_selection
 from sparsek_kernels.nsa.selected.kernels.bwd import (
     nsa_selected_bwd_dkdv_kernel,
     nsa_selected_bwd_dq_kernel,
@@ -48,13 +47,19 @@ def backward_rows(
     ``dq_acc [B, Hq, N, D]``, fp32 and unscaled, is added to the gradient of q.
     """
     q, k, v = problem.q, problem.k, problem.v
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    dq, dk, dv = (new_like(x) for x in (q, k, v))
     if q.numel() == 0 or problem.block_indices.numel() == 0:
-        return dq.zero_(), dk.to(k.dtype), dv.to(v.dtype)
+        return dq.zero_(), dk.zero_(), dv.zero_()
     shape, config = problem.shape, problem.config
-    index = build_index(problem, config.chunk_rows_bwd, config.item_entries_bwd)
+    kept = problem.index
+    if kept is None:
+        kept = problem.new_index()
+        sort_selection(problem, kept)
+    index = merge_selection(problem, kept)
     plan = LaunchPlan(problem, index)
+    sums: tuple[torch.Tensor, ...] | torch.Tensor = (dk, dv)
+    if index.num_chunks > 1:
+        sums = torch.empty((2, *k.shape), dtype=torch.float32, device=k.device)
     dq_part = torch.empty(plan.part_shape, dtype=q.dtype, device=q.device)
     size = (2, index.chunk_items, problem.block_n, shape.head_dim)
     dk_part, dv_part = torch.empty(size, dtype=torch.float32, device=q.device)
@@ -71,14 +76,14 @@ def backward_rows(
             "BLOCK_G": shape.padded_group,
             "DS_LAYOUT": tile_layout(problem.sel_block_size, sm90.block_m, q.dtype),
         }
-    for chunk in plan.chunks():
+    for number, chunk in enumerate(plan.chunks(), 1):
         part_kernel[(chunk.items,)](
             dk_part, dv_part, dq_part, dout, q, k, v, lse, delta, *plan.item_tensors,
             problem.softmax_scale,
             *strides, *plan.item_sizes(chunk),
             **options,
         )  # fmt: skip
-        nsa_selected_bwd_dq_kernel[(triton.cdiv(chunk.num_rows, block_t), shape.num_kv_heads)](
+        nsa_selected_bwd_dq_kernel[(cdiv(chunk.num_rows, block_t), shape.num_kv_heads)](
             dq, dq_part, dq if dq_acc is None else dq_acc, problem.block_indices,
             problem.softmax_scale, chunk.first_row, chunk.num_rows, shape.num_q, shape.num_kv_heads,
             GROUP=shape.group, TOP_N=problem.top_n, HEAD_DIM=shape.head_dim,
@@ -86,11 +91,12 @@ def backward_rows(
             BLOCK_D=shape.padded_dim, num_warps=4,
         )  # fmt: skip
         nsa_selected_bwd_dkdv_kernel[(index.num_blocks, shape.num_kv_heads)](
-            dk, dv, dk_part, dv_part, index.item_offsets, index.block_seq, index.cu_blocks,
+            dk, dv, *sums, dk_part, dv_part, index.entry_offsets, index.block_seq,
             *pointers(problem.q, problem.cu_seqlens), chunk.first_key, index.num_blocks,
-            shape.num_kv_heads, shape.num_k,
+            shape.num_kv_heads, shape.num_k, index.item_entries,
             HEAD_DIM=shape.head_dim, SEL_BLOCK=problem.sel_block_size,
-            VARLEN=problem.cu_seqlens is not None, BLOCK_N=problem.block_n,
-            BLOCK_D=shape.padded_dim, num_warps=8,
+            VARLEN=problem.cu_seqlens is not None, FIRST=number == 1,
+            LAST=number == index.num_chunks, BLOCK_N=problem.block_n, BLOCK_D=shape.padded_dim,
+            num_warps=8,
         )  # fmt: skip
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk, dv

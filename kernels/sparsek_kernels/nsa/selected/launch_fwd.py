@@ -11,17 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 
 from sparsek_kernels.common.alignment import boxable
 from sparsek_kernels.common.descriptors import describe_boxes, tile_layout
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.operators import pointers
-from sparsek_kernels.common.shapes import octet_strides
+from sparsek_kernels.common.shapes import next_power_of_2, octet_strides
 from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.selected.index import build_index
+from sparsek_kernels.nsa.selected.index import sort_selection
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import nsa_selected_combine_kernel
 from sparsek_kernels.nsa.selected.kernels.fwd_combine_sm90 import nsa_selected_hopper_combine_kernel
 from sparsek_kernels.nsa.selected.kernels.fwd_parts import nsa_selected_part_kernel
@@ -39,7 +38,7 @@ _REGISTERS = 128  # of a thread in the kernel of parts: two programs share a mul
 
 
 def forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
+    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``, and ``problem.index``."""
     if out.numel() == 0:
         return
     if problem.top_n == 0:
@@ -48,6 +47,8 @@ def forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> N
         return
     if problem.config.token_major:
         _forward_tokens(problem, out, lse)
+        if problem.index is not None:
+            sort_selection(problem, problem.index)
     else:
         _forward_blocks(problem, out, lse)
 
@@ -86,14 +87,14 @@ def _forward_tokens(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tens
         *problem.q.stride(), *problem.k.stride(), *problem.v.stride(),
         shape.num_q, shape.num_k, problem.offset, shape.num_kv_heads,
         **problem.portable_rules, TOP_N=problem.top_n, BLOCK_T=block_t,
-        BLOCK_S=triton.next_power_of_2(problem.top_n), num_warps=tile.num_warps,
+        BLOCK_S=next_power_of_2(problem.top_n), num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def _combine_tile(problem: SelectedProblem) -> TileConfig | None:
     """Tile of Hopper's kernel that adds the parts up, where it can."""
-    if triton.next_power_of_2(problem.top_n) > _MASK_BITS:
+    if next_power_of_2(problem.top_n) > _MASK_BITS:
         return None
     return problem.sm90_tile(problem.config.combine_hopper, problem.q, problem.k, problem.v)
 
@@ -113,7 +114,8 @@ def _forward_blocks(
     tile = _combine_tile(problem)
     shared = None if tile is None else share_blocks(problem, tile, together)
     keys = None if shared is None else shared.keys
-    index = build_index(problem, config.index_rows, config.item_entries, far_only=True, keys=keys)
+    kept = problem.new_index() if problem.index is None else problem.index
+    index = sort_selection(problem, kept, keys)
     plan = LaunchPlan(problem, index, together)
     part = torch.empty(plan.part_shape, dtype=out.dtype, device=out.device)
     part_lse = torch.empty(plan.part_shape[:2], dtype=torch.float32, device=out.device)
@@ -179,7 +181,7 @@ def _combiner(
         cu_first = torch.arange(shape.batch + 1, dtype=torch.int32, device=q.device) * shape.num_q
     kernel: Any
     options: dict[str, Any] = {"TOP_N": problem.top_n, "MAPPED": cu_first is not None}
-    block_s = triton.next_power_of_2(problem.top_n)
+    block_s = next_power_of_2(problem.top_n)
     boxes = shared is not None and boxable(k, v)
     keys: Any = (k, v)
     if boxes:

@@ -63,8 +63,7 @@ class LaunchPlan:
         """Index tensors in the order in which kernels take them."""
         index = self.index
         return (
-            index.item_keys, index.item_offsets, index.entries, index.entry_rows,
-            index.entry_offsets, index.block_seq, index.cu_blocks,
+            index.item_keys, index.entries, index.entry_rows, index.entry_offsets, index.block_seq,
             *pointers(self.problem.q, self.problem.cu_seqlens),
         )  # fmt: skip
 

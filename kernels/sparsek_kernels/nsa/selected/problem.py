@@ -14,6 +14,9 @@ from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape, TileConfig, l
 
 MAX_SEL_BLOCK = 128
 """Largest selection block that the kernels hold on chip."""
+ALIGNED = 64
+"""Elements between the beginnings of tensors that share an allocation: a multiple of this."""
+_MAX_CHUNKS = 32  # of an index: twice what the table asks for
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +24,7 @@ class SelectedProblem:
     """Checked inputs of one call, as ``selected_attention`` names them.
 
     ``block_indices`` and ``cu_seqlens`` are made contiguous; ``tuned`` are launch parameters
-    instead of the table's.
+    instead of the table's; ``index`` is a :meth:`new_index` that forward fills and backward reads.
     """
 
     q: torch.Tensor
@@ -32,6 +35,7 @@ class SelectedProblem:
     sel_block_size: int
     softmax_scale: float
     tuned: LaunchConfig | None = None
+    index: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         make_contiguous(self, "block_indices", "cu_seqlens")
@@ -65,6 +69,29 @@ class SelectedProblem:
         """Position of the first query; packed sequences start at 0."""
         return self.k.shape[1] - self.q.shape[1]
 
+    @property
+    def num_seqs(self) -> int:
+        """Packed sequences; 0 where they have one length."""
+        return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all sequences: an upper bound when packed."""
+        if self.cu_seqlens is not None:
+            return self.k.shape[1] // self.sel_block_size + self.num_seqs
+        return -(-self.k.shape[1] // self.sel_block_size) * self.k.shape[0]
+
+    def new_index(self) -> torch.Tensor:
+        """Room for the sorted selection, int32: its size follows from shapes alone."""
+        places = -(-self.block_indices.numel() // ALIGNED) * ALIGNED
+        keys = 2 * _MAX_CHUNKS * self.k.shape[2] * self.num_blocks
+        return torch.empty(places + keys + 1, dtype=torch.int32, device=self.q.device)
+
+    def split_index(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entries ``[B * N * Hkv * S]`` of a :meth:`new_index`, and where those of keys begin."""
+        places = -(-self.block_indices.numel() // ALIGNED) * ALIGNED
+        return index[: self.block_indices.numel()], index[places:]
+
     def tile_tokens(self, rows: int) -> int:
         """Tokens in a tile of ``rows`` rows (tokens times padded heads), 16 rows at least."""
         return max(max(rows, 16) // self.shape.padded_group, 1)
@@ -83,6 +110,11 @@ class SelectedProblem:
             "SEL_BLOCK": self.sel_block_size,
             "VARLEN": self.cu_seqlens is not None,
         }
+
+    @property
+    def sequence_rules(self) -> dict[str, Any]:
+        """Compile-time arguments of kernels that look sequences up."""
+        return {"VARLEN": self.cu_seqlens is not None, "SEQ_STEPS": self.num_seqs.bit_length()}
 
     @property
     def block_n(self) -> int:

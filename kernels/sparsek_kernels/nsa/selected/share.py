@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from sparsek_kernels.common.shapes import next_power_of_2
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.selected.kernels.share import nsa_share_blocks_kernel
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
@@ -21,7 +21,7 @@ class Shared:
     Tiles are numbered launch by launch, as many for each.  Tensors are int32.
     """
 
-    keys: torch.Tensor  # [B * N * Hkv * S], of the inverse index: far blocks that are not shared
+    keys: torch.Tensor  # [B * N * Hkv * S], of the inverse index, which leaves shared blocks out
     far: torch.Tensor  # [B * N, Hkv], a bit for each place in ``block_indices`` that has a key
     lists: torch.Tensor  # [tiles, Hkv, most], the shared blocks of each tile
     counts: torch.Tensor  # [tiles, Hkv, 2], how many these are; the bits of its tokens together
@@ -47,7 +47,7 @@ def share_blocks(problem: SelectedProblem, tile: TileConfig, together: int) -> S
     """
     shape, config, device = problem.shape, problem.config, problem.q.device
     rows, heads, top_n = shape.num_q, shape.num_kv_heads, problem.top_n
-    block_t, block_s = tile.block_m // shape.padded_group, triton.next_power_of_2(top_n)
+    block_t, block_s = tile.block_m // shape.padded_group, next_power_of_2(top_n)
     if problem.cu_seqlens is not None or shape.batch > 1 or block_t * block_s > _MOST_ENTRIES:
         return None
     least = max(block_t // 2, 2)
@@ -55,7 +55,7 @@ def share_blocks(problem: SelectedProblem, tile: TileConfig, together: int) -> S
     launch_rows = min(together * config.index_rows, rows)
     launch_tiles = -(-launch_rows // block_t)
     tiles = -(-rows // launch_rows) * launch_tiles
-    num_blocks = -(-shape.num_k // problem.sel_block_size)
+    num_blocks = problem.num_blocks
     num_keys = -(-rows // config.index_rows) * heads * num_blocks
 
     def new(*sizes: int) -> torch.Tensor:

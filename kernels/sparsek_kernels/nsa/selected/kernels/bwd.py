@@ -14,14 +14,19 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.nsa.selected.kernels.items import SIZES, load_entries, locate_item
+from sparsek_kernels.nsa.selected.kernels.items import (
+    SIZES,
+    first_item,
+    load_entries,
+    locate_block,
+    locate_item,
+)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_part_kernel(
     dk_part_ptr, dv_part_ptr, dq_part_ptr, dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr,
-    item_keys_ptr, item_offsets_ptr, entries_ptr, entry_rows_ptr, entry_offsets_ptr, block_seq_ptr,
-    cu_blocks_ptr, cu_seqlens_ptr,
+    item_keys_ptr, entries_ptr, entry_rows_ptr, entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr,
     scale,
     stride_gb, stride_gt, stride_gh, stride_gd,
     stride_qb, stride_qt, stride_qh, stride_qd,
@@ -37,10 +42,9 @@ def nsa_selected_bwd_part_kernel(
     Writes fp32 ``dk_part`` and ``dv_part [items, BLOCK_N, D]``, and ``dq_part[slot - first_slot,
     member]`` in its own dtype, unscaled.
     """
-    live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(
-        item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
-        VARLEN,
+    live, kv_head, batch, k_start, k_len, block, _begin, entry, entry_end, shift = locate_item(
+        item_keys_ptr, entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr, first_key, num_keys,
+        num_blocks, num_kv_heads, offset, num_k, item_entries, SEL_BLOCK, VARLEN,
     )  # fmt: skip
     if not live:
         return
@@ -138,45 +142,54 @@ def nsa_selected_bwd_dq_kernel(
     tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask_q)
 
 
-@triton.jit(do_not_specialize=["first_key", "num_blocks", "num_k"])
+@triton.jit(do_not_specialize=["first_key", "num_blocks", "num_k", "item_entries"])
 def nsa_selected_bwd_dkdv_kernel(
-    dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, item_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-    cu_seqlens_ptr,
-    first_key, num_blocks, num_kv_heads, num_k,
-    HEAD_DIM: tl.constexpr, SEL_BLOCK: tl.constexpr, VARLEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    dk_ptr, dv_ptr, dk_sum_ptr, dv_sum_ptr, dk_part_ptr, dv_part_ptr, entry_offsets_ptr,
+    block_seq_ptr, cu_seqlens_ptr,
+    first_key, num_blocks, num_kv_heads, num_k, item_entries,
+    HEAD_DIM: tl.constexpr, SEL_BLOCK: tl.constexpr, VARLEN: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program adds one block's parts of a launch to fp32 ``dk`` and ``dv [B, M, Hkv, D]``."""
+    """One program adds one block's parts of a launch to fp32 ``dk_sum`` and ``dv_sum``.
+
+    All are ``[B, M, Hkv, D]``.  The ``FIRST`` launch begins the sums, the ``LAST`` one writes them
+    to ``dk`` and ``dv`` instead.
+    """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     key = first_key + kv_head * num_blocks + block
-    base = tl.load(item_offsets_ptr + first_key)
-    first = tl.load(item_offsets_ptr + key) - base
-    last = tl.load(item_offsets_ptr + key + 1) - base
-    if first == last:
+    base = first_item(tl.load(entry_offsets_ptr + first_key), first_key, item_entries)
+    begin = tl.load(entry_offsets_ptr + key)
+    items = tl.cdiv(tl.load(entry_offsets_ptr + key + 1) - begin, item_entries)
+    if not (FIRST or LAST) and items == 0:
         return
-    seq = tl.load(block_seq_ptr + block)
-    local = block - tl.load(cu_blocks_ptr + seq)
+    seq, local, k_start, k_len = locate_block(
+        block, block_seq_ptr, cu_seqlens_ptr, num_k, SEL_BLOCK, VARLEN
+    )
     offs_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     key_pos = local * SEL_BLOCK + offs_n
-    if VARLEN:
-        k_start = tl.load(cu_seqlens_ptr + seq)
-        k_len = tl.load(cu_seqlens_ptr + seq + 1) - k_start
-        token = (k_start + key_pos).to(tl.int64)
-    else:
-        k_len = num_k
-        token = seq.to(tl.int64) * num_k + key_pos
+    token = (k_start + key_pos).to(tl.int64)
+    if not VARLEN:
+        token += seq.to(tl.int64) * num_k
     mask_d = (offs_d < HEAD_DIM)[None, :]
     mask = ((offs_n < SEL_BLOCK) & (key_pos < k_len))[:, None] & mask_d
     at = (token * num_kv_heads + kv_head)[:, None] * HEAD_DIM + offs_d[None, :]
-    dk = tl.load(dk_ptr + at, mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-    dv = tl.load(dv_ptr + at, mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-    row = first.to(tl.int64) * BLOCK_N + offs_n
-    for _ in range(first, last):
+    dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    if not FIRST:
+        dk = tl.load(dk_sum_ptr + at, mask=mask, other=0.0)
+        dv = tl.load(dv_sum_ptr + at, mask=mask, other=0.0)
+    row = (first_item(begin, key, item_entries) - base).to(tl.int64) * BLOCK_N + offs_n
+    for _ in range(items):
         part = row[:, None] * HEAD_DIM + offs_d[None, :]
         dk += tl.load(dk_part_ptr + part, mask=mask, other=0.0)
         dv += tl.load(dv_part_ptr + part, mask=mask, other=0.0)
         row += BLOCK_N
-    tl.store(dk_ptr + at, dk, mask=mask)
-    tl.store(dv_ptr + at, dv, mask=mask)
+    dk_out = dk_sum_ptr + at
+    dv_out = dv_sum_ptr + at
+    if LAST:
+        dk_out = dk_ptr + at
+        dv_out = dv_ptr + at
+    tl.store(dk_out, dk.to(dk_out.dtype.element_ty), mask=mask)
+    tl.store(dv_out, dv.to(dv_out.dtype.element_ty), mask=mask)

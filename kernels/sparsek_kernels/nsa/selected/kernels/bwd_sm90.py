@@ -200,8 +200,7 @@ def _compute_partition(
 @gluon.jit(do_not_specialize=SIZES)
 def nsa_selected_hopper_bwd_part_kernel(
     dk_part_ptr, dv_part_ptr, dq_part_ptr, dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr,
-    item_keys_ptr, item_offsets_ptr, entries_ptr, entry_rows_ptr, entry_offsets_ptr, block_seq_ptr,
-    cu_blocks_ptr, cu_seqlens_ptr,
+    item_keys_ptr, entries_ptr, entry_rows_ptr, entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr,
     scale,
     octet_gb, octet_gt, octet_gh,
     octet_qb, octet_qt, octet_qh,
@@ -218,16 +217,13 @@ def nsa_selected_hopper_bwd_part_kernel(
     ``nsa_selected_bwd_part_kernel``.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(
-        item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
-        VARLEN,
+    live, kv_head, batch, k_start, k_len, block, begin, entry, entry_end, shift = locate_item(
+        item_keys_ptr, entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr, first_key, num_keys,
+        num_blocks, num_kv_heads, offset, num_k, item_entries, SEL_BLOCK, VARLEN,
     )  # fmt: skip
     entry_end = gl.where(live, entry_end, entry)
     # Rows ascend: those that do not see the whole block, because they lie in it, come first.
-    item = gl.load(item_offsets_ptr + first_key) + gl.program_id(0)
-    key = gl.load(item_keys_ptr + item, mask=live, other=0)
-    near = gl.load(entry_offsets_ptr + key) + SEL_BLOCK - entry
+    near = begin + SEL_BLOCK - entry
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], Q_LAYOUT)
     dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(dtype, [SEL_BLOCK, HEAD_DIM], K_LAYOUT)

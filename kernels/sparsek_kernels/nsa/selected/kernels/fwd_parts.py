@@ -22,8 +22,8 @@ from sparsek_kernels.nsa.selected.kernels.items import SIZES, load_entries, loca
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_part_kernel(
-    part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, item_keys_ptr, item_offsets_ptr, entries_ptr,
-    entry_rows_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr, cu_seqlens_ptr,
+    part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, item_keys_ptr, entries_ptr, entry_rows_ptr,
+    entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr,
     scale,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
@@ -38,10 +38,9 @@ def nsa_selected_part_kernel(
     Writes ``part[slot - first_slot, member]`` (head vectors) and the base-2 log-sum-exp.  No block
     is near to its queries.
     """
-    live, kv_head, batch, k_start, k_len, block, entry, entry_end, _shift = locate_item(
-        item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
-        VARLEN,
+    live, kv_head, batch, k_start, k_len, block, _begin, entry, entry_end, _shift = locate_item(
+        item_keys_ptr, entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr, first_key, num_keys,
+        num_blocks, num_kv_heads, offset, num_k, item_entries, SEL_BLOCK, VARLEN,
     )  # fmt: skip
     if not live:
         return

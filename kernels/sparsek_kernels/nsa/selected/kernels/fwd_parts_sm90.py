@@ -130,8 +130,8 @@ def _compute_partition(
 
 @gluon.jit(do_not_specialize=SIZES)
 def nsa_selected_hopper_part_kernel(
-    part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, item_keys_ptr, item_offsets_ptr, entries_ptr,
-    entry_rows_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr, cu_seqlens_ptr,
+    part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, item_keys_ptr, entries_ptr, entry_rows_ptr,
+    entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr,
     scale,
     octet_qb, octet_qt, octet_qh,
     octet_kb, octet_kt, octet_kh,
@@ -146,10 +146,9 @@ def nsa_selected_hopper_part_kernel(
     Strides count groups of eight elements.  Results as of ``nsa_selected_part_kernel``.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    live, kv_head, batch, k_start, _k_len, block, entry, entry_end, _shift = locate_item(
-        item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
-        VARLEN,
+    live, kv_head, batch, k_start, _k_len, block, _begin, entry, entry_end, _shift = locate_item(
+        item_keys_ptr, entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr, first_key, num_keys,
+        num_blocks, num_kv_heads, offset, num_k, item_entries, SEL_BLOCK, VARLEN,
     )  # fmt: skip
     entry_end = gl.where(live, entry_end, entry)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], Q_LAYOUT)

@@ -177,8 +177,8 @@ def _compute_partition(
 
 @gluon.jit(do_not_specialize=SIZES)
 def nsa_selected_hopper_tma_part_kernel(
-    part_desc, part_lse_ptr, q_desc, k_desc, v_desc, item_keys_ptr, item_offsets_ptr, entries_ptr,
-    entry_rows_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr, cu_seqlens_ptr,
+    part_desc, part_lse_ptr, q_desc, k_desc, v_desc, item_keys_ptr, entries_ptr, entry_rows_ptr,
+    entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr,
     scale, first_key, num_keys, first_slot, num_blocks, num_kv_heads, num_q, num_k, offset,
     item_entries,
     Q_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -190,10 +190,9 @@ def nsa_selected_hopper_tma_part_kernel(
     as of ``nsa_selected_part_kernel``.
     """
     dtype: gl.constexpr = q_desc.dtype
-    live, kv_head, batch, k_start, _k_len, block, entry, entry_end, _shift = locate_item(
-        item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
-        VARLEN,
+    live, kv_head, batch, k_start, _k_len, block, _begin, entry, entry_end, _shift = locate_item(
+        item_keys_ptr, entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr, first_key, num_keys,
+        num_blocks, num_kv_heads, offset, num_k, item_entries, SEL_BLOCK, VARLEN,
     )  # fmt: skip
     entry_end = gl.where(live, entry_end, entry)
     tile_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], Q_LAYOUT)

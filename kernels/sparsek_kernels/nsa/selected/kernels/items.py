@@ -16,36 +16,75 @@ SIZES = [
 
 
 @triton.jit
+def first_block(start, seq, SEL_BLOCK: tl.constexpr):
+    """The number of the first block of packed sequence ``seq``, which begins at token ``start``.
+
+    No two sequences share a number, and no sum over the sequences is needed.  Some stay unused.
+    """
+    return start // SEL_BLOCK + seq
+
+
+@triton.jit
+def first_item(begin, key, item_entries):
+    """The number of the first item of a key, whose entries begin at ``begin``.
+
+    A key has as many items as numbers up to the next key's first, or one fewer.
+    """
+    return begin // item_entries + key
+
+
+@triton.jit
+def locate_block(
+    block, block_seq_ptr, cu_seqlens_ptr,
+    num_k,
+    SEL_BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """``(sequence, its block, first token of it, its length)`` of a block of the batch.
+
+    The first token counts from that of the batch entry.
+    """
+    if VARLEN:
+        seq = tl.load(block_seq_ptr + block)
+        start = tl.load(cu_seqlens_ptr + seq)
+        length = tl.load(cu_seqlens_ptr + seq + 1) - start
+        return seq, block - first_block(start, seq, SEL_BLOCK), start, length
+    else:
+        per_seq = tl.cdiv(num_k, SEL_BLOCK)
+        return block // per_seq, block % per_seq, block * 0, num_k
+
+
+@triton.jit
 def locate_item(
-    item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-    cu_seqlens_ptr,
+    item_keys_ptr, entry_offsets_ptr, block_seq_ptr, cu_seqlens_ptr,
     first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
-    VARLEN: tl.constexpr,
+    SEL_BLOCK: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Which block, head, sequence and entries a program serves.
 
-    Items ``item_offsets[first_key] ..`` belong to this launch, one per program.  Returns
-    ``(live, kv_head, batch, k_start, k_len, first_token, entry, entry_end, shift)``: keys
-    ``first_token ..`` of the sequence, entries ``entry .. entry_end - 1`` of the inverse index,
-    and ``shift``, the position of a query in its sequence minus its row of q.
+    Items from the first of ``first_key`` on belong to this launch, one per program.  Returns
+    ``(live, kv_head, batch, k_start, k_len, block, begin, entry, entry_end, shift)``: a block of
+    the sequence, where the entries of its key begin, entries ``entry .. entry_end - 1`` of the
+    inverse index, and ``shift``, the position of a query in its sequence minus its row of q.
     """
-    item = tl.load(item_offsets_ptr + first_key) + tl.program_id(0)
-    live = item < tl.load(item_offsets_ptr + first_key + num_keys)
-    key = tl.load(item_keys_ptr + item, mask=live, other=0)
+    item = first_item(tl.load(entry_offsets_ptr + first_key), first_key, item_entries)
+    item += tl.program_id(0)
+    past_key = first_key + num_keys
+    inside = item < first_item(tl.load(entry_offsets_ptr + past_key), past_key, item_entries)
+    key = tl.load(item_keys_ptr + item, mask=inside, other=-1)
+    live = key >= 0
+    key = tl.maximum(key, 0)
     begin = tl.load(entry_offsets_ptr + key)
     end = tl.load(entry_offsets_ptr + key + 1)
-    entry = begin + (item - tl.load(item_offsets_ptr + key)) * item_entries
+    entry = begin + (item - first_item(begin, key, item_entries)) * item_entries
     entry_end = tl.minimum(entry + item_entries, end)
     kv_head = (key // num_blocks) % num_kv_heads
-    block = key % num_blocks
-    seq = tl.load(block_seq_ptr + block)
-    local_block = block - tl.load(cu_blocks_ptr + seq)
+    seq, block, k_start, k_len = locate_block(
+        key % num_blocks, block_seq_ptr, cu_seqlens_ptr, num_k, SEL_BLOCK, VARLEN
+    )
     if VARLEN:
-        k_start = tl.load(cu_seqlens_ptr + seq)
-        k_len = tl.load(cu_seqlens_ptr + seq + 1) - k_start
-        return live, kv_head, seq * 0, k_start, k_len, local_block, entry, entry_end, -k_start
+        return live, kv_head, seq * 0, k_start, k_len, block, begin, entry, entry_end, -k_start
     else:
-        return live, kv_head, seq, seq * 0, num_k, local_block, entry, entry_end, offset
+        return live, kv_head, seq, k_start, k_len, block, begin, entry, entry_end, offset
 
 
 @triton.jit

@@ -11,13 +11,13 @@ def _far_blocks(
     indices_ptr, entry, start, end, offset, num_kv_heads, kv_head,
     TOP_N: tl.constexpr, SEL_BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of entries, below 0 and all different where they are none or near, and their slots."""
+    """Far blocks of entries, below 0 and all different where there is none; blocks and slots."""
     row = start + entry // BLOCK_S
     slot = (row.to(tl.int64) * num_kv_heads + kv_head) * TOP_N + entry % BLOCK_S
     inside = (row < end) & (entry % BLOCK_S < TOP_N)
     block = tl.load(indices_ptr + slot, mask=inside, other=-1)
     near = is_near(block, (row + offset) // SEL_BLOCK)
-    return tl.where((block < 0) | near, -1 - entry, block), slot, inside
+    return tl.where((block < 0) | near, -1 - entry, block), block, slot, inside
 
 
 @triton.jit(do_not_specialize=["num_rows", "launch_rows", "launch_tiles", "chunk_rows", "offset"])
@@ -32,7 +32,7 @@ def nsa_share_blocks_kernel(
     Far blocks that ``LEAST`` of them chose are the tile's: ``lists [tiles, Hkv, MOST]``, in the
     order in which the tokens name them, and ``counts[..., 0]``.  Each token's other far blocks have
     parts: bits of ``far [rows, Hkv]``, which together are ``counts[..., 1]``, and keys of the
-    inverse index (``index.py``).  All else has the key ``num_keys``.
+    inverse index below ``num_keys`` (``index.py``).
     """
     ENTRIES: tl.constexpr = BLOCK_T * BLOCK_S
     TOGETHER: tl.constexpr = min(ENTRIES, 32)
@@ -42,13 +42,13 @@ def nsa_share_blocks_kernel(
     start = launch * launch_rows + tile % launch_tiles * BLOCK_T
     end = tl.minimum((launch + 1) * launch_rows, num_rows)
     entry = tl.arange(0, ENTRIES)
-    block, slot, inside = _far_blocks(
+    block, chosen, slot, inside = _far_blocks(
         indices_ptr, entry, start, end, offset, num_kv_heads, kv_head, TOP_N, SEL_BLOCK, BLOCK_S
     )
     found = tl.zeros([ENTRIES], tl.int32)  # tokens that chose the block, and those before << 16
     for first in range(0, ENTRIES, TOGETHER):
         other_entry = first + tl.arange(0, TOGETHER)
-        other, _slot, _inside = _far_blocks(
+        other, _chosen, _slot, _inside = _far_blocks(
             indices_ptr, other_entry, start, end, offset, num_kv_heads, kv_head, TOP_N, SEL_BLOCK,
             BLOCK_S,
         )  # fmt: skip
@@ -61,7 +61,8 @@ def nsa_share_blocks_kernel(
     tl.store(lists_ptr + at * MOST + place, block, mask=first_named)
     far = (block >= 0) & (shared == 0)
     base = (start + entry // BLOCK_S) // chunk_rows * num_kv_heads + kv_head
-    tl.store(keys_ptr + slot, tl.where(far, base * num_blocks + block, num_keys), mask=inside)
+    key = base * num_blocks + chosen + tl.where(far, 0, num_keys)
+    tl.store(keys_ptr + slot, tl.where(chosen < 0, 2 * num_keys, key), mask=inside)
     bits = tl.reshape(far.to(tl.int32), [BLOCK_T, BLOCK_S])
     offs_s = tl.arange(0, BLOCK_S)
     row = start + tl.arange(0, BLOCK_T)
