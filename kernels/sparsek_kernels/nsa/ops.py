@@ -318,15 +318,16 @@ def _branches_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     ctx.set_materialize_grads(False)
 
 
-def _branches_backward(ctx: Any, dout: torch.Tensor, *_: None) -> tuple[Any, ...]:
+def _branches_backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+    if dout is None:
+        return ([None] * 2, [None] * 2, [None] * 3, None, [None] * 3, [None] * 3, *[None] * 6)
     q, block_indices, cu_seqlens, index, *lists = ctx.saved_tensors
     outs, lses, gates, keys, values = (lists[i : i + 3] for i in range(0, 15, 3))
     dq, dkeys, dvalues, dgates = branches_bwd(
         dout, index, outs, lses, gates, q, keys, values, block_indices, ctx.seq_len, cu_seqlens,
         *ctx.scalars,
     )  # fmt: skip
-    nothing = [None] * 2
-    return nothing, nothing, dgates, dq, dkeys, dvalues, *[None] * 6
+    return [None] * 2, [None] * 2, dgates, dq, dkeys, dvalues, *[None] * 6
 
 
 branches.register_autograd(_branches_backward, setup_context=_branches_context)
