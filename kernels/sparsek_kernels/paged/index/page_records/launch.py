@@ -123,16 +123,10 @@ def _choose_some(
     constants = {"RULE": rule, "SHAPE": shape, **overlap}
     place = (call.policy.dense_below, step.first, width)
     run(
-        total_kernel,
-        (heads, step.count * shape.QUERY_LEN),
-        totals,
-        units,
-        *lengths,
-        *place,
-        UNITS=min(next_power_of_2(width // UNIT.value), 1024),
-        num_warps=4,
-        **constants,
-    )
+        total_kernel, (heads, step.count * shape.QUERY_LEN),
+        totals, units, *lengths, *place,
+        UNITS=min(next_power_of_2(width // UNIT.value), 1024), num_warps=4, **constants,
+    )  # fmt: skip
     if ranks is not None:
         written = totals[: step.count * shape.QUERY_LEN * heads]
         totals = reduce(torch.logaddexp2, ranks.gather(written))
