@@ -16,13 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from sparsek_backend.field_types import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.field_types import MAX_TOKENS as MAX_TOKENS
@@ -149,9 +143,7 @@ class SparsityConfig(BaseModel):
         if self.is_dense_layer(index):
             return StepPolicy(dense, dense)
         window = SelectionPolicy(
-            num_sink=self.num_sink,
-            window_size=self.window_size,
-            dense_below=self.dense_below,
+            num_sink=self.num_sink, window_size=self.window_size, dense_below=self.dense_below
         )
         if self.mode == "sink_window":
             return StepPolicy(window, window)

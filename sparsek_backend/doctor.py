@@ -220,9 +220,7 @@ def check_vllm() -> Iterator[Finding]:
     release = ".".join(str(part) for part in parse_version(version))
     if not release or release not in supported:
         yield _problem(
-            "vLLM",
-            f"{name} {version}; supported: {supported}",
-            f"pip install '{name}{supported}'",
+            "vLLM", f"{name} {version}; supported: {supported}", f"pip install '{name}{supported}'"
         )
         return
     yield Finding("vLLM", "ok", f"{name} {version}")

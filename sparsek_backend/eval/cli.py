@@ -126,8 +126,7 @@ def make_prompt_file(
 @app.command("report")
 def report(
     record: Annotated[
-        Path,
-        typer.Argument(exists=True, dir_okay=False, help="The .jsonl file of an evaluation."),
+        Path, typer.Argument(exists=True, dir_okay=False, help="The .jsonl file of an evaluation.")
     ],
     commit: Commit = "",
 ) -> None:

@@ -42,12 +42,7 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
         return Chosen(call.out)
     batch = call.batch
     width = ceil_div(ceil_div(batch.max_seq_len, SEGMENT), UNIT.value) * UNIT.value
-    rule = Rule(
-        call.policy.sink_blocks,
-        call.policy.reach_blocks,
-        call.policy.scored_blocks,
-        KEYS,
-    )
+    rule = Rule(call.policy.sink_blocks, call.policy.reach_blocks, call.policy.scored_blocks, KEYS)
     shape = Shape(
         batch.decode_query_len,
         call.heads,
