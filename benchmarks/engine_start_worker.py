@@ -15,8 +15,8 @@ from typing import Any
 
 import benchmarks.random_weights  # noqa: F401 - workers of the engine find its loader
 from benchmarks.long_prompts_worker import ANSWER, answer
-from sparsek_backend.bench.serve_worker import Bench, checked_share, read_stats
-from sparsek_backend.eval.engine import close_engine, ensure_entry_point, open_engine
+from sparsek_backend.bench.serve_worker import Bench, checked_share, open_measured, read_stats
+from sparsek_backend.eval.engine import close_engine
 from sparsek_backend.eval.workers import report_progress, serve_job
 
 EXTENSION = "benchmarks.engine_start_worker.Extension"
@@ -93,20 +93,9 @@ def load(bench: Bench, longest: int, tokens: int) -> int:
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds until the engine is there, its answer, and what was compiled under load."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_stats is sent by reference
-    ensure_entry_point()
     begin = time.perf_counter()
     with said() as lines:
-        engine = open_engine(
-            job["model"],
-            settings=job["settings"],
-            baseline=job["baseline"],
-            in_process=False,
-            skip_tokenizer_init=True,
-            load_format="random",
-            worker_extension_cls=EXTENSION,
-            **job["engine"],
-        )
+        engine = open_measured(job, load_format="random", worker_extension_cls=EXTENSION)
     found: dict[str, Any] = {
         "start_s": time.perf_counter() - begin,
         "parts": [line for line in lines if _PART.search(line)],

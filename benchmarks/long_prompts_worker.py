@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.random_weights import EXTENSION
-from sparsek_backend.bench.serve_worker import Bench, checked_share, read_stats
-from sparsek_backend.eval.engine import close_engine, ensure_entry_point, open_engine
+from sparsek_backend.bench.serve_worker import Bench, checked_share, open_measured, read_stats
+from sparsek_backend.eval.engine import close_engine
 from sparsek_backend.eval.workers import report_progress, serve_job
 
 ANSWER, LONG_ANSWER, SHORT_PROMPT = 16, 128, 4000
@@ -73,9 +72,7 @@ STUDIES = {"offload": offload, "ngrams": ngrams, "hybrid": hybrid}
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
     """One engine's measurements."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_stats is sent by reference
-    ensure_entry_point()
-    arguments = dict(job["engine"])
+    arguments: dict[str, Any] = {}
     if job["offload_bytes"]:
         from vllm.config import KVTransferConfig
 
@@ -84,14 +81,10 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
             kv_role="kv_both",
             kv_connector_extra_config={"cpu_bytes_to_use": job["offload_bytes"]},
         )
-    engine = open_engine(
-        job["model"],
-        settings=job["settings"],
-        baseline=job["baseline"],
-        in_process=False,
+    engine = open_measured(
+        job,
         max_model_len=job["context"] + LONG_ANSWER,
         max_num_seqs=8,
-        skip_tokenizer_init=True,
         load_format="random",
         worker_extension_cls=EXTENSION,
         model_loader_extra_config=job["weights"],

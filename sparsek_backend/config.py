@@ -16,13 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from sparsek_backend.field_types import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.field_types import MAX_TOKENS as MAX_TOKENS
@@ -149,9 +143,7 @@ class SparsityConfig(BaseModel):
         if self.is_dense_layer(index):
             return StepPolicy(dense, dense)
         window = SelectionPolicy(
-            num_sink=self.num_sink,
-            window_size=self.window_size,
-            dense_below=self.dense_below,
+            num_sink=self.num_sink, window_size=self.window_size, dense_below=self.dense_below
         )
         if self.mode == "sink_window":
             return StepPolicy(window, window)
@@ -286,19 +278,24 @@ def resolve_config(
     return ResolvedConfig(config, sources, infllm, seer, nsa, batch_invariant)
 
 
-def check_values(additional: object, environ: Mapping[str, str]) -> None:
+def check_values(
+    additional: object, environ: Mapping[str, str], batch_invariant: bool = False
+) -> None:
     """Check names and values of settings, as far as they need neither the model nor each other.
 
     Args:
         additional: the ``sparsek`` section of ``--additional-config``, or ``None``.
         environ: environment variables; the ``SPARSEK_*`` ones are read.
+        batch_invariant: whether ``VLLM_BATCH_INVARIANT`` is set, which some modes rule out.
 
     Raises:
         ConfigError: unknown field or invalid value.
     """
     values, sources = _given(additional, environ, SECTION_OF_FLAG)
-    values.pop("mode", None)  # another plugin may have modes of its own
-    _validated(values, sources)
+    mode = values.pop("mode", "auto")  # another plugin may have modes of its own
+    config = _validated(values, sources)
+    if batch_invariant:
+        _select_per_token(config.model_copy(update={"mode": mode}), sources)
 
 
 def _given(

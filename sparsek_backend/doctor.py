@@ -220,9 +220,7 @@ def check_vllm() -> Iterator[Finding]:
     release = ".".join(str(part) for part in parse_version(version))
     if not release or release not in supported:
         yield _problem(
-            "vLLM",
-            f"{name} {version}; supported: {supported}",
-            f"pip install '{name}{supported}'",
+            "vLLM", f"{name} {version}; supported: {supported}", f"pip install '{name}{supported}'"
         )
         return
     yield Finding("vLLM", "ok", f"{name} {version}")
@@ -273,17 +271,21 @@ def check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The ``SPARSEK_*`` environment variables, and the file that they may name."""
+    """The ``SPARSEK_*`` variables, the file that they may name, and ``VLLM_BATCH_INVARIANT``."""
     mode = environ.get("SPARSEK_MODE", "").strip()
     try:
-        from sparsek_backend.config import check_values, resolve_config
+        from sparsek_backend.config import BATCH_INVARIANT, check_values, resolve_config
         from sparsek_backend.vllm_backend.settings import prefill_pattern
 
+        given = environ.get(BATCH_INVARIANT, "0")
+        if given not in ("0", "1"):
+            raise ValueError(f"{BATCH_INVARIANT}: expected 0 or 1, got {given!r}")
+        invariant = given == "1"
         if mode in ("infllm", "nsa") or (mode == "seer" and not environ.get("SPARSEK_GATES")):
-            check_values(None, environ)
+            check_values(None, environ, invariant)
             yield Finding("settings", "note", f"mode={mode}; the rest is the model's to say")
             return
-        resolved = resolve_config(None, environ)
+        resolved = resolve_config(None, environ, batch_invariant=invariant)
         prefill_pattern(resolved)
     except ModuleNotFoundError as error:
         yield _problem("settings", f"{error.name} is not installed", f"pip install {error.name}")
@@ -293,6 +295,22 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     chosen = [f"{name}={value}" for name, value in resolved.config]
     yield Finding("settings", "ok", ", ".join(chosen))
+    if invariant:
+        yield _check_batch_invariance(f"unset {BATCH_INVARIANT}")
+
+
+def _check_batch_invariance(remedy: str) -> Finding:
+    """Whether a request gets the same bits in any batch on this device, as was asked for."""
+    try:
+        from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
+
+        served = SparseKBackend.supports_batch_invariance()
+    except (ImportError, OSError):
+        return Finding("batch invariance", "note", "set; not tried without vLLM")
+    if not served:
+        return _problem("batch invariance", "needs a GPU: on a CPU rounding is the batch's", remedy)
+    detail = "the same bits in any batch; prefills read keys once per query, which takes time"
+    return Finding("batch invariance", "ok", detail)
 
 
 def check_optional() -> Iterator[Finding]:

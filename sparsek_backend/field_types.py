@@ -41,7 +41,5 @@ Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
 Pairs = Annotated[_Integer, Field(ge=2, le=CELL * MOST_CELLS)]
 Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
 Layers = Annotated[
-    int | tuple[int, ...],
-    BeforeValidator(_layer_count_or_indices),
-    Field(examples=[2, [0, 1, 5]]),
+    int | tuple[int, ...], BeforeValidator(_layer_count_or_indices), Field(examples=[2, [0, 1, 5]])
 ]

@@ -18,8 +18,8 @@ def import_pyplot() -> Any:
     return pyplot
 
 
-def write_figure(figure: Any, path: Path, dpi: int = 130) -> Path:
+def write_figure(figure: Any, path: Path) -> Path:
     """The path, after the figure was written there; its memory is free again."""
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, dpi=130)
     import_pyplot().close(figure)
     return path

@@ -122,8 +122,7 @@ def kernels(
 @dataclass(frozen=True)
 class BackendOptions:
     model: Annotated[
-        str,
-        typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}."),
+        str, typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}.")
     ]
     sparsek: Annotated[str, typer.Option(help="Our settings as JSON; default settings if {}.")] = (
         "{}"
@@ -157,8 +156,7 @@ class CaseOptions:
         list[int] | None, token_option("Prompt tokens, such as 16k. Repeatable; 2k if none.")
     ] = None
     requests: Annotated[
-        list[int] | None,
-        typer.Option(help="Requests that decode together. Repeatable; 1 if none."),
+        list[int] | None, typer.Option(help="Requests that decode together. Repeatable; 1 if none.")
     ] = None
     output_tokens: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64
     repeats: Annotated[int, typer.Option(min=1, help="Samples per case and round.")] = 3

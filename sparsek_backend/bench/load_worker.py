@@ -142,10 +142,7 @@ class Server:
     async def describe(self, ours: bool) -> dict[str, Any]:
         """Size of its cache; share of the context that our backend attended since the start."""
         share = checked_share(await self._engine.collective_rpc(read_stats)) if ours else 1.0
-        return {
-            "attended_share": share,
-            "kv_cache_tokens": cache_tokens(self._engine.vllm_config),
-        }
+        return {"attended_share": share, "kv_cache_tokens": cache_tokens(self._engine.vllm_config)}
 
 
 def work(job: Mapping[str, Any]) -> None:

@@ -16,12 +16,7 @@ OURS = "sparsek"
 Outputs = tuple[torch.Tensor, ...]
 Param = int | float | str | bool | None
 
-HEADS: dict[str, Param] = {
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "dtype": "bfloat16",
-}
+HEADS: dict[str, Param] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 """Parameters that every op has, with their defaults."""
 
 

@@ -213,12 +213,6 @@ def context_parallel_block_sparse_attention(
         plan = _plan(structure, layout, channel.rank, causal)
     keys, values = Fetch(channel, plan.transfers, (k, v)).wait()[0]
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = block_sparse_attention(
-        q,
-        keys,
-        values,
-        plan.structure,
-        causal=causal,
-        softmax_scale=scale,
-        return_lse=return_lse,
+        q, keys, values, plan.structure, causal=causal, softmax_scale=scale, return_lse=return_lse
     )
     return found

@@ -10,13 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparsek_backend.distributed.rows import (
-    Piece,
-    joined,
-    joined_pieces,
-    take,
-    take_rows,
-)
+from sparsek_backend.distributed.rows import Piece, joined, joined_pieces, take, take_rows
 from sparsek_kernels.sink_window.ops import sink_flash_bwd, sink_flash_fwd, sink_flash_fwd_out
 from sparsek_kernels.sink_window.spec import AttentionSpec
 

@@ -10,15 +10,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from sparsek_backend.distributed.mesh import Channel
-from sparsek_backend.distributed.rows import (
-    Part,
-    Piece,
-    Transfers,
-    spread,
-    summed,
-    take,
-    take_rows,
-)
+from sparsek_backend.distributed.rows import Part, Piece, Transfers, spread, summed, take, take_rows
 
 TensorParts = list[list[Part]]  # of each tensor
 Messages = list[tuple[int, list[torch.Tensor]]]  # of each peer, by rank of the mesh

@@ -20,13 +20,7 @@ from sparsek_backend.distributed.calls import Call, Item, calls_of, offsets_of
 from sparsek_backend.distributed.exchange import Exchange, by_buffer
 from sparsek_backend.distributed.layouts import Segment, SequenceLayout
 from sparsek_backend.distributed.mesh import Channel
-from sparsek_backend.distributed.rows import (
-    Piece,
-    Range,
-    Transfers,
-    plan_transfers,
-    rows_of_part,
-)
+from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_transfers, rows_of_part
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 

@@ -26,7 +26,7 @@ from sparsek_backend.eval.mass import PHASES, mean_of, measure_model, plot_masse
 from sparsek_backend.eval.options import BudgetOptions, EngineOptions, PromptOptions, servers_of
 from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
-from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
+from sparsek_backend.eval.prompt_file import PromptSet, keep_prompts, load_prompts, save_prompts
 from sparsek_backend.eval.record import read_scores
 from sparsek_backend.eval.results import Run, collect_runs, compare_runs, read_results, warnings_of
 from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
@@ -99,8 +99,8 @@ def evaluate(
         if servers:
             gpus = [None]
             runs = {label: partial(run_server, label, url, served_model) for label, url in servers}
-        kept = out / f"{name}.prompts.json.gz"
-        found, file = take_prompts(prompts, asked, what, kept, server)
+        found = take_prompts(prompts, asked, what, server)
+        file = keep_prompts(out / name, found)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
         keys = run_all(found, [(x, partial(run, place)) for x, run in runs.items()], gpus)
         _report(place.record, collect_runs(read_scores(place.record), keys, found.prompts), commit)
@@ -118,15 +118,15 @@ def make_prompt_file(
     """Prepare prompts as token ids, for a machine that has the model without its tokenizer."""
     with _mendable():
         asked.check()
-        found, _ = take_prompts(None, asked, model, out)
+        found = take_prompts(None, asked, model)
+        save_prompts(out, found)
     typer.echo(f"wrote {len(found.prompts)} prompts to {out}")
 
 
 @app.command("report")
 def report(
     record: Annotated[
-        Path,
-        typer.Argument(exists=True, dir_okay=False, help="The .jsonl file of an evaluation."),
+        Path, typer.Argument(exists=True, dir_okay=False, help="The .jsonl file of an evaluation.")
     ],
     commit: Commit = "",
 ) -> None:
@@ -181,9 +181,9 @@ def measure_mass(
         pattern = prefill_pattern(resolve_config(parsed.settings, {}, source="the budget"))
         import_pyplot()
         asked.check(prompts)
-        kept = out / f"{name}.prompts.json.gz"
-        found, _ = take_prompts(prompts, replace(asked, samples=1), model, kept)
+        found = take_prompts(prompts, replace(asked, samples=1), model)
         prompt = found.prompts[0]
+        keep_prompts(out / name, replace(found, prompts=[prompt]))
         entries = {} if pattern is None else pattern.entries
         with console.status("reading the prompt"):
             masses = measure_model(model, prompt.ids, parsed.policy, entries=entries)
@@ -198,17 +198,14 @@ def take_prompts(
     given: Path | None,
     asked: PromptOptions,
     model: str,
-    kept: Path,
     server: Callable[[str], Tokenizer] | None = None,
-) -> tuple[PromptSet, Path]:
-    """The prompts of a given file, or new ones, which are kept in another; and that file."""
+) -> PromptSet:
+    """The prompts of a given file, or new ones."""
     if given is not None:
-        return load_prompts(given), given
+        return load_prompts(given)
     with console.status("making the prompts") as status:
         tokenizer = server(model) if server else HubTokenizer(model, asked.chat)
-        made = asked.make(tokenizer, model, status.update)
-    save_prompts(kept, made)
-    return made, kept
+        return asked.make(tokenizer, model, status.update)
 
 
 def run_all(

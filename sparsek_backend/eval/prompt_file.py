@@ -14,6 +14,7 @@ Files of earlier versions have texts of their own, ``"texts": [{"name", "ids": [
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,19 @@ class PromptSet:
 
 def save_prompts(path: Path, prompts: PromptSet) -> None:
     """Write a prompt file."""
+    _write(path, _encode(prompts))
+
+
+def keep_prompts(stem: Path, prompts: PromptSet) -> Path:
+    """The prompt file ``STEM.DIGEST.prompts.json.gz``, whose name no other prompts can take."""
+    data = _encode(prompts)
+    digest = hashlib.sha256(data).hexdigest()[:12]
+    path = stem.with_name(f"{stem.name}.{digest}.prompts.json.gz")
+    _write(path, data)
+    return path
+
+
+def _encode(prompts: PromptSet) -> bytes:
     known: dict[Tokens, int] = {}
     rows = []
     for prompt in prompts.prompts:
@@ -61,7 +75,10 @@ def save_prompts(path: Path, prompts: PromptSet) -> None:
         "pieces": list(known),
         "prompts": rows,
     }
-    data = json.dumps(document, separators=(",", ":")).encode()
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _write(path: Path, data: bytes) -> None:
     data = gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data
     path.parent.mkdir(parents=True, exist_ok=True)
     # as a whole: another evaluation in the folder may be about to read the same prompts

@@ -21,10 +21,7 @@ from sparsek_backend.eval.prompt import Prompt
 
 Row = dict[str, Any]
 _IDENTITY = ("task", "variant", "length", "index", "digest")
-_DUE = {
-    "run": {"label", "settings", "known"},
-    "prompt": {*_IDENTITY, "accuracy", "correct", "nll"},
-}
+_DUE = {"run": {"label", "settings", "known"}, "prompt": {*_IDENTITY, "accuracy", "correct", "nll"}}
 """What a line of a kind has, beside its kind and run."""
 
 

@@ -29,9 +29,7 @@ class Run:
 
 
 def collect_runs(
-    rows: Sequence[Row],
-    keys: Sequence[str] | None = None,
-    prompts: Sequence[Prompt] | None = None,
+    rows: Sequence[Row], keys: Sequence[str] | None = None, prompts: Sequence[Prompt] | None = None
 ) -> list[Run]:
     """The runs of a record, in order.
 

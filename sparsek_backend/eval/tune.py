@@ -18,6 +18,7 @@ from sparsek_backend.command_line import commands, fail, failing_on, grouped
 from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.cli import run_all, take_prompts
 from sparsek_backend.eval.options import EngineOptions, PromptOptions
+from sparsek_backend.eval.prompt_file import keep_prompts
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import worst_row
 from sparsek_backend.eval.runs import LocalModel, Workplace
@@ -82,7 +83,7 @@ def tune(
         if not math.isfinite(loss):
             raise ValueError(f"loss: expected a finite number, got {loss}")
         asked.check(prompts)
-        asks, file = take_prompts(prompts, asked, model, out / "prompts.json.gz")
+        asks = take_prompts(prompts, asked, model)
         kinds = Counter((one.task, one.variant, one.length) for one in asks.prompts)
         if (fewest := min(kinds.values(), default=0)) < 2:  # an interval of one has no width
             raise ValueError(f"samples: expected at least 2 prompts each, got {fewest}")
@@ -91,7 +92,7 @@ def tune(
         sizes = [k for k, budget in some.items() if budget.decode_share(lengths[0]) < 1.0]
         if not sizes:
             raise ValueError(f"size: expected one that leaves something out of {lengths[0]} tokens")
-        place = Workplace(asks, file, out / "tune.jsonl")
+        place = Workplace(asks, keep_prompts(out / "tune", asks), out / "tune.jsonl")
         local = LocalModel(model, engine.arguments())
 
         def score(budget: Budget) -> str:

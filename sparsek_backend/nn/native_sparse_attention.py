@@ -9,11 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparsek_backend.distributed import (
-    Compression,
-    SequenceLayout,
-    context_parallel_nsa_attention,
-)
+from sparsek_backend.distributed import Compression, SequenceLayout, context_parallel_nsa_attention
 from sparsek_backend.distributed.layouts import check_layout, check_shard
 from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error

@@ -123,10 +123,10 @@ def check_shape(shape: Any) -> tuple[int, int]:
     return sizes
 
 
-def check_share(name: str, value: float) -> None:
-    """Raise unless ``value`` is a number above 0 and up to 1."""
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"{name}: expected a number above 0 and up to 1, got {value}")
+def check_density(density: float) -> None:
+    """Raise unless ``density`` is a number above 0 and up to 1."""
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"density: expected a number above 0 and up to 1, got {density}")
 
 
 def block_grid(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_backend.patterns.entries import block_grid, check_share
+from sparsek_backend.patterns.entries import block_grid, check_density
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_kernels.checks import check_int
 
@@ -31,7 +31,7 @@ def random_pattern(
         num_patterns: P, each drawn for itself.
         causal: whether later key blocks are left out.
     """
-    check_share("density", density)
+    check_density(density)
     check_int("num_patterns", num_patterns, 1)
     generator = torch.Generator().manual_seed(seed)
     row, col = block_grid(shape)

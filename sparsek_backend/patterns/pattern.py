@@ -244,11 +244,7 @@ class BlockSparsePattern(BlockStructure):
 
     @classmethod
     def of_file(
-        cls,
-        path: Path,
-        header: Mapping[str, str],
-        tensors: storage.Tensors,
-        digest: str | None,
+        cls, path: Path, header: Mapping[str, str], tensors: storage.Tensors, digest: str | None
     ) -> BlockSparsePattern:
         """The pattern of the fields of a file, checked, also against its digest.
 

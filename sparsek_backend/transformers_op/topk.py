@@ -169,13 +169,7 @@ def attend_selected_with_gradient(
     if leave_out:
         q, k, v, indices = (x[:, :-leave_out] for x in (q, k, v, indices))
     found = selected_attention(
-        q,
-        k,
-        v,
-        indices,
-        sel_block_size=size,
-        softmax_scale=rule.softmax_scale,
-        return_lse=True,
+        q, k, v, indices, sel_block_size=size, softmax_scale=rule.softmax_scale, return_lse=True
     )
     out, lse = cast(tuple[torch.Tensor, torch.Tensor], found)
     if rule.sinks is None:

@@ -103,9 +103,7 @@ def rotation_of(model: Any) -> Any:
 
     config, size = model.hf_text_config, model.get_head_size()
     rotary = get_rope(
-        size,
-        max_position=config.max_position_embeddings,
-        rope_parameters=config.rope_parameters,
+        size, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
     )
     device = next(rotary.buffers(), torch.empty(0)).device
     own = getattr(rotary, "cos_sin_cache", None)  # longer than that where RoPE is scaled
@@ -147,7 +145,7 @@ def hook_kv_cache_spec(backend_name: str, selects_blocks: Callable[[], bool]) ->
 
 _PROMPT_LENGTHS: dict[str, dict[str, Callable[..., Any]]] = {
     "vllm.v1.worker.gpu_model_runner": {
-        "_build_attention_metadata": lambda own, *_: own.input_batch.num_prompt_tokens,
+        "_build_attention_metadata": lambda own, *_: own.input_batch.num_prompt_tokens
     },
     "vllm.v1.worker.gpu.model_runner": {
         "prepare_attn": lambda own, batch: own.req_states.prompt_len.np[batch.idx_mapping_np],

@@ -6,12 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from sparsek_backend.config import (
-    ConfigError,
-    ResolvedConfig,
-    read_section,
-    resolve_config,
-)
+from sparsek_backend.config import ConfigError, ResolvedConfig, read_section, resolve_config
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.nsa.paged.cache import check_paged_spec
 from sparsek_kernels.paged.policy import SEGMENT

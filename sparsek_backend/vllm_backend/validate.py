@@ -19,13 +19,7 @@ from sparsek_kernels.paged.sample import CELL_BITS
 from . import compat
 from .gates import open_gates
 from .names import NSA_ARCHITECTURE
-from .settings import (
-    check_page_size,
-    engine_config,
-    prefill_pattern,
-    require_backend,
-    served_model,
-)
+from .settings import check_page_size, engine_config, prefill_pattern, require_backend, served_model
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 from .sparsek.shards import check_interleave
@@ -305,11 +299,7 @@ def _check_pattern(model: Any, resolved: ResolvedConfig) -> None:
             "model"
         )
     config, length = resolved.config, model.max_model_len
-    most = {
-        "top_k": -(-length // config.sel_block_size),
-        "num_sink": length,
-        "window_size": length,
-    }
+    most = {"top_k": -(-length // config.sel_block_size), "num_sink": length, "window_size": length}
     for name, limit in most.items():
         value, source = getattr(config, name), resolved.sources[name]
         if value > limit and source not in (DEFAULTS, MODEL_CONFIG):

@@ -145,11 +145,7 @@ class SparseKAttention(_Base):  # type: ignore[misc]
         self.supports_key_padding_mask = False
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        att_mask: Any = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, att_mask: Any = None
     ) -> torch.Tensor:
         """Attend.
 

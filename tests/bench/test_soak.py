@@ -6,7 +6,6 @@ import argparse
 import json
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,5 +73,4 @@ def test_late_kernels_and_idle_speculation_fail_a_run(
 ) -> None:
     arguments = argparse.Namespace(dtype="bfloat16", batch_invariant=True, speculate=3)
     totals = script.Totals(finished=2, aborted=1, equal=2, identical=2)
-    soak = SimpleNamespace(totals=totals, arguments=arguments)
-    assert script.verdict(soak, {}, {"drafted": drafted}, compiled) == said
+    assert script.verdict(totals, arguments, {}, {"drafted": drafted}, compiled) == said

@@ -252,6 +252,36 @@ def test_gates_that_are_named_are_looked_at(tmp_path: Path) -> None:
     assert (finding.status, str(tmp_path) in finding.detail) == ("problem", True)
 
 
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"VLLM_BATCH_INVARIANT": "true"}, "expected 0 or 1, got 'true'"),
+        ({"SPARSEK_QUERY_TILE": "16"}, "query_tile (from SPARSEK_QUERY_TILE): expected 1"),
+        ({"SPARSEK_MODE": "infllm"}, "mode infllm is not served"),
+        ({"SPARSEK_MODE": "nsa"}, "natively sparse models are not served"),
+        ({"SPARSEK_MODE": "seer"}, "mode seer is not served"),
+        ({"SPARSEK_MODE": "pattern", "SPARSEK_PATTERN": "p.safetensors"}, "rules out"),
+    ],
+)
+def test_what_batch_invariance_rules_out_is_a_problem(given: dict[str, str], word: str) -> None:
+    (finding,) = doctor.check_settings({"VLLM_BATCH_INVARIANT": "1", **given})
+    assert (finding.subject, finding.status) == ("settings", "problem")
+    assert "VLLM_BATCH_INVARIANT" in finding.detail
+    assert word in finding.detail
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_batch_invariance_needs_a_gpu(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms = pytest.importorskip("vllm.platforms")
+    monkeypatch.setattr(type(platforms.current_platform), "is_cpu", lambda self: on_cpu)
+    assert len(list(doctor.check_settings({"VLLM_BATCH_INVARIANT": "0"}))) == 1
+    settings, invariance = doctor.check_settings({"VLLM_BATCH_INVARIANT": "1"})
+    assert "query_tile=1, " in settings.detail
+    assert invariance.subject == "batch invariance"
+    expected = ("problem", "unset VLLM_BATCH_INVARIANT") if on_cpu else ("ok", "")
+    assert (invariance.status, invariance.remedy) == expected
+
+
 def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (finding,) = doctor.check_model()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sparsek_backend.train_demo.cli import app
 from sparsek_backend.train_demo.train import Trainer
 from tests import processes
-from tests.distributed import cases
+from tests.distributed import training_cases
 from tests.distributed.group import Ranks
 from tests.train_demo.unseen import judge_by_few
 
@@ -28,24 +28,24 @@ def test_losses_are_those_of_one_rank_on_two_and_on_four(
     ranks: Ranks, kind: str, tmp_path: Path
 ) -> None:
     """Two ranks stop after a checkpoint and a step more, four go on, and one ends the run."""
-    alone = cases.train_demo(None, kind, str(tmp_path / "whole"), 8)
+    alone = training_cases.train_demo(None, kind, str(tmp_path / "whole"), 8)
     folder = str(tmp_path / "shared")
     pair = Ranks(2)
     try:
-        first = pair.run(2, cases.train_demo, kind, folder, 3)
+        first = pair.run(2, training_cases.train_demo, kind, folder, 3)
     finally:
         pair.close()
-    then = ranks.run(4, cases.train_demo, kind, folder, 6)
-    last = Trainer(cases.DEMO, kind, Path(folder), torch.device("cpu"))
+    then = ranks.run(4, training_cases.train_demo, kind, folder, 6)
+    last = Trainer(training_cases.DEMO, kind, Path(folder), torch.device("cpu"))
     assert last.resumed_at == 6
-    ended = cases.train_demo(None, kind, folder, 8)
+    ended = training_cases.train_demo(None, kind, folder, 8)
     for found in (*first, *then, ended):
         assert found == pytest.approx(alone[: len(found)], abs=TOLERANCE)
     assert all(found == first[0] for found in first)
 
 
 def test_sequences_that_ranks_cannot_share(ranks: Ranks) -> None:
-    for done, what in ranks.outcomes(4, cases.train_demo_of_another_length, 66):
+    for done, what in ranks.outcomes(4, training_cases.train_demo_of_another_length, 66):
         assert not done
         assert what[0] == "ValueError"
         assert "expected a multiple of 8" in what[1], what[1]

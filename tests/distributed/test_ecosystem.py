@@ -12,7 +12,7 @@ import torch
 from sparsek_backend.nn import NSALlamaForCausalLM
 from sparsek_backend.transformers_op import configure
 from tests import processes
-from tests.distributed import cases
+from tests.distributed import training_cases
 from tests.distributed.group import Ranks
 
 
@@ -23,12 +23,12 @@ def test_verl_hook_on_a_packed_stream(ranks: Ranks) -> None:
     whole = {"tokens": torch.randint(64, (1, 64)), "positions": positions}
     whole["dout"] = torch.randn(1, 64, 64)
     arrays = {name: x.numpy() for name, x in whole.items()}
-    model = cases.tiny_llama("sparsek")
+    model = training_cases.tiny_llama("sparsek")
     configure(model, mode="sink_window", num_sink=3, window_size=9, dense_below=0)
     logits = model(input_ids=whole["tokens"], position_ids=positions, use_cache=False).logits
     logits.backward(whole["dout"])
-    pair = ranks.run(2, cases.attend_as_verl_does, arrays)
-    for shares in (pair, [cases.attend_as_verl_does(None, arrays)]):
+    pair = ranks.run(2, training_cases.attend_as_verl_does, arrays)
+    for shares in (pair, [training_cases.attend_as_verl_does(None, arrays)]):
         found = torch.cat([torch.from_numpy(x.pop("logits")) for x in shares], dim=1)
         torch.testing.assert_close(found, logits.detach(), atol=1e-5, rtol=1e-4)
         for name, parameter in model.named_parameters():
@@ -37,7 +37,7 @@ def test_verl_hook_on_a_packed_stream(ranks: Ranks) -> None:
 
 
 def test_verl_hook_refuses_what_it_cannot_serve() -> None:
-    hook = cases.SinkWindowAttention(3, 9, lambda: None)
+    hook = training_cases.SinkWindowAttention(3, 9, lambda: None)
     q, positions = torch.zeros(1, 4, 2, 8), torch.arange(4)[None]
     with pytest.raises(NotImplementedError, match="position_ids: expected one packed stream"):
         hook(q, q, q, torch.ones(1, 4), 4, position_ids=positions)
@@ -53,7 +53,7 @@ def test_transformers_trainer_on_two_ranks(tmp_path: Path) -> None:
     options = ["--cpu", "--tokens", "64", "--window-size", "16", "--steps", "3"]
     pair = Ranks(2)
     try:
-        found = pair.run(2, cases.train_transformers, [str(tmp_path), *options])
+        found = pair.run(2, training_cases.train_transformers, [str(tmp_path), *options])
     finally:
         pair.close()
     assert [(len(losses), calls) for losses, calls in found] == [(3, 2 * 3)] * 2
@@ -64,13 +64,13 @@ def test_transformers_trainer_on_two_ranks(tmp_path: Path) -> None:
 def test_transformers_model_saved_under_fsdp2(tmp_path: Path) -> None:
     """Trained and saved by two ranks, it is the model that one rank trains."""
     folders = [str(tmp_path / name) for name in ("start", "shared", "alone")]
-    cases.new_model().save_pretrained(folders[0])
+    training_cases.new_model().save_pretrained(folders[0])
     pair = Ranks(2)
     try:
-        pair.run(2, cases.train_and_save, *folders[:2], "transformers")
+        pair.run(2, training_cases.train_and_save, *folders[:2], "transformers")
     finally:
         pair.close()
-    cases.train_and_save(None, folders[0], folders[2], "transformers")
+    training_cases.train_and_save(None, folders[0], folders[2], "transformers")
     shared, alone = (NSALlamaForCausalLM.from_pretrained(x).state_dict() for x in folders[1:])
     for name, x in alone.items():
         torch.testing.assert_close(shared[name], x, atol=1e-5, rtol=1e-4, msg=name)

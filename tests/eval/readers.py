@@ -39,21 +39,11 @@ class Reader:
 
     Args:
         reach: tokens that it sees.
-        has_text: whether its replies are text beside tokens.
         fails_after: calls after which it fails, as an interrupted evaluation does.
     """
 
-    def __init__(
-        self,
-        tokenizer: WordTokenizer,
-        reach: int = 1 << 30,
-        *,
-        has_text: bool = False,
-        fails_after: int = 1 << 30,
-    ) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, reach: int = 1 << 30, *, fails_after: int = 1 << 30) -> None:
         self._reach = reach
-        self._has_text = has_text
         self._calls_left = fails_after
         self.asked: list[str] = []
 
@@ -68,10 +58,9 @@ class Reader:
         ids = prompt.ids[-self._reach :]
         seen = all(any(_holds(ids, form) for form in x.tokens) for x in prompt.answers)
         tokens = prompt.target if seen else (1, 2)
-        said = self._tokenizer.decode(tokens) if self._has_text else None
         share = 0.9 if seen else 0.01
         likely = [{x: math.log(share), 0: math.log(1 - share)} for x in prompt.target]
-        return Reply(tokens, said, likely)
+        return Reply(tokens, None, likely)
 
 
 def _holds(ids: Sequence[int], form: Tokens) -> bool:

@@ -61,8 +61,8 @@ def two_runs(record: Path) -> list[Run]:
     tokenizer = WordTokenizer()
     prompts = prompt_set(tokenizer)
     keys = [
-        run(Reader(tokenizer), prompts, record, "dense"),
-        run(Reader(tokenizer, reach=600), prompts, record, "sink_window:600"),
+        run(Reader(), prompts, record, "dense"),
+        run(Reader(reach=600), prompts, record, "sink_window:600"),
     ]
     return collect_runs(read_rows(record), keys)
 
@@ -71,19 +71,19 @@ def two_runs(record: Path) -> list[Run]:
 def test_an_interrupted_run_continues_where_its_record_ends(tmp_path: Path, torn: bool) -> None:
     tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
     prompts = prompt_set(tokenizer)
-    first = Reader(tokenizer, fails_after=2)
+    first = Reader(fails_after=2)
     with pytest.raises(KeyboardInterrupt):
         run(first, prompts, record, "dense")
     assert len(first.asked) == 10
     if torn:  # ended while it wrote a line
         with record.open("a") as file:
             file.write('{"kind": "prompt", "ru')
-    second = Reader(tokenizer)
+    second = Reader()
     key = run(second, prompts, record, "dense")
     assert sorted(first.asked + second.asked) == sorted(p.name for p in prompts.prompts)
     rows = [row for row in read_rows(record) if row["kind"] == "prompt"]
     assert [row["run"] for row in rows] == [key] * len(prompts.prompts)
-    third = Reader(tokenizer)
+    third = Reader()
     run(third, prompts, record, "dense")
     assert not third.asked
 
@@ -98,7 +98,7 @@ def test_both_variants_of_a_task_are_asked_in_one_call(tmp_path: Path) -> None:
         count=COUNT,
         seed=0,
     )
-    reply, record = Reader(tokenizer).reply, tmp_path / "r.jsonl"
+    reply, record = Reader().reply, tmp_path / "r.jsonl"
 
     def counted(asked: Sequence[Prompt]) -> list[Reply]:
         calls.append(len(asked))
@@ -112,7 +112,7 @@ def test_both_variants_of_a_task_are_asked_in_one_call(tmp_path: Path) -> None:
 def test_other_settings_and_other_prompts_are_scored_anew(tmp_path: Path) -> None:
     tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
     prompts = prompt_set(tokenizer)
-    key = run(Reader(tokenizer), prompts, record, "dense")
+    key = run(Reader(), prompts, record, "dense")
     asked = prompts.prompts
     assert len(pending(asked, record, run_key({"label": "other"}))) == len(asked) == 3 * COUNT + 1
     changed = make_prompts(
@@ -160,9 +160,9 @@ def test_runs_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
 def test_only_prompts_that_both_runs_scored_are_compared(tmp_path: Path) -> None:
     tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
     prompts = prompt_set(tokenizer)
-    keys = [run(Reader(tokenizer), prompts, record, "dense")]
+    keys = [run(Reader(), prompts, record, "dense")]
     with pytest.raises(KeyboardInterrupt):
-        run(Reader(tokenizer, fails_after=1), prompts, record, "window:100")
+        run(Reader(fails_after=1), prompts, record, "window:100")
     keys.append(run_key({"label": "window:100"}))
     rows = compare_runs(collect_runs(read_rows(record), keys))
     assert [(row["label"], row["prompts"]) for row in rows][-1] == ("window:100", 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from sparsek_backend.eval.cli import app
 from sparsek_backend.eval.prompt import Prompt, make_text
+from sparsek_backend.eval.prompt_file import load_prompts
+from sparsek_backend.eval.record import read_rows
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.served import ServedScorer, ServerError
 from tests.eval.endpoint import Endpoint, serving
@@ -151,9 +154,13 @@ def test_a_report_is_of_the_prompts_that_were_asked_last(url: str, tmp_path: Pat
         assert result.exit_code == 0, result.output
         document = json.loads((tmp_path / "quality.json").read_text())
         assert [row["prompts"] for row in document["retrieval"]] == [int(samples)] * 2
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "quality.jsonl")]).exit_code == 0
+    record = tmp_path / "quality.jsonl"
+    assert CliRunner().invoke(app, ["report", str(record)]).exit_code == 0
     document = json.loads((tmp_path / "quality.json").read_text())
     assert [row["prompts"] for row in document["retrieval"]] == [5, 5]  # all of the record
+    kept = [load_prompts(file).prompts for file in tmp_path.glob("*.prompts.json.gz")]
+    scored = {row["digest"] for row in read_rows(record) if row["kind"] == "prompt"}
+    assert scored == {one.digest for one in chain(*kept)}  # each command's, whichever wrote last
 
 
 def test_a_wrong_folder_of_texts_is_named_before_an_engine_starts(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Arithmetic:
         key = run_key({"label": budget.label})
         about = {"label": budget.label, "settings": budget.settings, "known": True}
         append_rows(place.record, [{"kind": "run", "run": key, **about, "machine": {}}])
-        reader = Reader(WordTokenizer(), reach=10 if loses else 1 << 20)
+        reader = Reader(reach=10 if loses else 1 << 20)
         place.score(reader.reply, key, 8, lambda count, what: None)
         return key
 
@@ -128,7 +128,7 @@ def test_the_length_that_loses_most_counts(tmp_path: Path) -> None:
         keys.append(run_key({"label": label}))
         about = {"label": label, "settings": parse_budget(label).settings, "known": True}
         append_rows(record, [{"kind": "run", "run": keys[-1], **about}])
-        reader = Reader(WordTokenizer(), reach)
+        reader = Reader(reach)
         Workplace(asked, record, record).score(reader.reply, keys[-1], 8, lambda count, what: None)
     worst = worst_row(record, asked.prompts, *keys)
     assert (worst["length"], worst["label"]) == (6000, "window:500")

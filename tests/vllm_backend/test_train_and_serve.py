@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import cases
+from tests.distributed import training_cases
 from tests.distributed.group import Ranks
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm, tokens
 from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
@@ -22,7 +22,7 @@ def test_trained_saved_loaded_and_served(tmp_path: Path) -> None:
     untrained = make_model(CONFIG, start)
     pair = Ranks(2)
     try:
-        pair.run(2, cases.train_and_save, str(start), str(folder), "context parallel")
+        pair.run(2, training_cases.train_and_save, str(start), str(folder), "context parallel")
     finally:
         pair.close()
     generator = torch.Generator().manual_seed(5)

@@ -28,13 +28,7 @@ from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.page_records import PageRecords, write_records
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import Located, PagedOperands
-from sparsek_kernels.paged.plan import (
-    Segment,
-    each_segment,
-    plan_step,
-    plan_tokens,
-    tokens_alone,
-)
+from sparsek_kernels.paged.plan import Segment, each_segment, plan_step, plan_tokens, tokens_alone
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
 

@@ -23,11 +23,7 @@ from sparsek_kernels.paged.index.infllm.reference import (
     select_infllm_reference,
 )
 from sparsek_kernels.paged.index.page_records.reference import choose_reference
-from sparsek_kernels.paged.index.reference import (
-    best,
-    block_logits_reference,
-    means_reference,
-)
+from sparsek_kernels.paged.index.reference import best, block_logits_reference, means_reference
 from sparsek_kernels.paged.index.seer.reference import gate_scores_reference, select_seer_reference
 from sparsek_kernels.paged.index.two_step.reference import (
     candidates_reference,

@@ -16,13 +16,7 @@ from sparsek_backend.bench.oracle import MaskRule
 from sparsek_backend.bench.registry import HEADS, OURS, BenchOp, Case, Provider
 from sparsek_backend.patterns import BlockSparsePattern
 
-DEFAULTS = HEADS | {
-    "block_size": 128,
-    "density": 0.1,
-    "patterns": 8,
-    "causal": True,
-    "seed": 0,
-}
+DEFAULTS = HEADS | {"block_size": 128, "density": 0.1, "patterns": 8, "causal": True, "seed": 0}
 """``density`` is the share of the blocks that causality leaves (of all without it)."""
 
 DENSE = "every key"

@@ -10,15 +10,7 @@ import torch
 from sparsek_backend.bench.ops.paged_inputs import shuffled_pages
 from sparsek_backend.bench.ops.peers import fa3_paged
 from sparsek_backend.bench.oracle import compare
-from sparsek_backend.bench.registry import (
-    HEADS,
-    OURS,
-    BenchOp,
-    Case,
-    GateResult,
-    Outputs,
-    Provider,
-)
+from sparsek_backend.bench.registry import HEADS, OURS, BenchOp, Case, GateResult, Outputs, Provider
 from sparsek_kernels.nsa.api import nsa_compress, nsa_select
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate

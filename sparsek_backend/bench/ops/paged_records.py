@@ -12,11 +12,7 @@ from sparsek_backend.bench.registry import GateResult
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.index.page_records import PageRecords
-from sparsek_kernels.paged.index.page_records.reference import (
-    Choice,
-    choose_reference,
-    list_error,
-)
+from sparsek_kernels.paged.index.page_records.reference import Choice, choose_reference, list_error
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy

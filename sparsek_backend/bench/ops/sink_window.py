@@ -13,15 +13,7 @@ from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs, make_inputs
 from sparsek_backend.bench.oracle import Mask, MaskRule, attend_head, compare
-from sparsek_backend.bench.registry import (
-    HEADS,
-    OURS,
-    BenchOp,
-    Case,
-    GateResult,
-    Outputs,
-    Provider,
-)
+from sparsek_backend.bench.registry import HEADS, OURS, BenchOp, Case, GateResult, Outputs, Provider
 
 DEFAULTS = HEADS | {
     "num_sink": 0,

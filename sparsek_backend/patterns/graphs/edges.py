@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsek_backend.patterns.entries import check_share
+from sparsek_backend.patterns.entries import check_density
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_kernels.checks import check_int, check_tensor
 
@@ -85,7 +85,7 @@ def edge_pattern(
     pattern = BlockSparsePattern.from_edges(blocks.T, (rows, rows), block_size, weights=edges)
     most = rows * rows
     if density is not None:
-        check_share("density", density)
+        check_density(density)
         most = math.floor(density * rows * rows + 1e-6)
         if most < rows:
             raise ValueError(

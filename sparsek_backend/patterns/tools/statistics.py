@@ -37,10 +37,7 @@ class Statistics:
 
 
 def pattern_statistics(
-    pattern: BlockSparsePattern,
-    *,
-    head_dim: int = 64,
-    heads: int | None = None,
+    pattern: BlockSparsePattern, *, head_dim: int = 64, heads: int | None = None
 ) -> Statistics:
     """The statistics of a pattern, under causality.
 

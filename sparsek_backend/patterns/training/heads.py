@@ -59,11 +59,7 @@ class WindowErrors:
 
     @torch.no_grad()
     def observe(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None
     ) -> None:
         """Count ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of causal attention."""
         with torch.autocast(q.device.type, enabled=False):

@@ -166,11 +166,7 @@ class LearnedPattern(torch.nn.Module):
         return self.tracker.value(group)
 
     def observe(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None
     ) -> None:
         """Count a batch of full length, also of blocks that are not attended now."""
         mass = sampled_block_masses(
@@ -180,11 +176,7 @@ class LearnedPattern(torch.nn.Module):
         self.tracker.add(mass.unflatten(0, (self.keep.shape[0], -1)).mean(1))
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None
     ) -> torch.Tensor:
         """Attention ``[B, N, Hq, D]`` over the pattern; differentiable.
 

@@ -35,10 +35,7 @@ class SelectionProbe:
         return not self._noted and time.monotonic() - self._last >= INTERVAL
 
     def run(
-        self,
-        select: Callable[[], Chosen],
-        attend: Callable[[Chosen], None],
-        device: torch.device,
+        self, select: Callable[[], Chosen], attend: Callable[[Chosen], None], device: torch.device
     ) -> None:
         """Choose, attend what was chosen, and time both."""
         self._last = time.monotonic()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,8 +20,7 @@ from problems import Problem, attend_phases, make_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek_kernels.common import recording as recording_module
-from sparsek_kernels.common.descriptors import describe_matrix
-from sparsek_kernels.common.recording import Replay, Tensors, compiling, recording, run
+from sparsek_kernels.common.recording import Tensors, run
 from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention, write_kv
 from sparsek_kernels.paged import replay as replay_module
 from sparsek_kernels.paged import scratch as scratch_module
@@ -44,6 +42,7 @@ from sparsek_kernels.paged.replay import (
 from sparsek_kernels.paged.scratch import _workspaces
 from tests.kernels.launched import write_launched
 from tests.kernels.paged.gate_cases import make_gates
+from tests.kernels.spied import STREAM, Note, SpiedKernel, taken
 
 TOP_K = SelectionPolicy(num_sink=64, window_size=512, top_k=8)
 POLICIES = {
@@ -51,35 +50,6 @@ POLICIES = {
     "window": SelectionPolicy(num_sink=4, window_size=300),
     "topk": TOP_K,
 }
-STREAM = 77
-SCRATCH = ("size", "align")
-LATER = {"gsan_enabled": False, "arg_annotations": (), "kernel_signature": b""}
-"""What later launchers of Triton have."""
-
-Note = tuple[str, tuple[int, ...], list[Any]]
-
-
-class SpiedKernel:
-    """A kernel that launches nothing and hands out a compiled one, which notes its arguments."""
-
-    def __init__(self, name: str, arg_names: list[str], notes: list[Note]) -> None:
-        self.name, self.arg_names, self.notes = name, arg_names, notes
-        self.function, self.packed_metadata = name, "metadata"
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def through_the_jit(*args: Any, **options: Any) -> SpiedKernel:
-            bound = [*args, *(options[name] for name in self.arg_names[len(args) :])]
-            self.notes.append((self.name, (*grid, 1, 1)[:3], bound))
-            return self
-
-        return through_the_jit
-
-    def run(self, *args: Any) -> None:
-        """Called as Triton's own launchers: grid, stream, kernel, metadata, hooks, arguments."""
-        grid, stream, head, bound = args[:3], args[3], args[4:9], args[9:]
-        assert stream == STREAM
-        assert head == (self.name, "metadata", None, None, None)
-        self.notes.append((self.name, grid, list(bound)))
 
 
 @pytest.fixture
@@ -99,12 +69,6 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Note]]:
 def call_of(tensors: Tensors, key: Hashable, replays: Replays) -> ReplayableCall:
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     return ReplayableCall(Located(tensors, addresses, None, -1), key, replays)
-
-
-def taken(notes: list[Note]) -> list[Note]:
-    found = notes.copy()
-    notes.clear()
-    return found
 
 
 def layer(seed: int, **options: Any) -> Problem:
@@ -437,240 +401,6 @@ def test_a_refused_replay_goes_through_the_jit(
     assert "an integer is required" in caplog.text
 
 
-def test_an_argument_between_two_tensors_is_not_guessed(notes: list[Note]) -> None:
-    both = torch.zeros(64)
-    keys, values = both[:16], both[16:32]
-    kernel = SpiedKernel("kernel", ["x"], notes)
-    with recording((keys, values)) as record:
-        run(kernel, (1,), both[32:])
-    assert record.finish() is None
-    with recording((keys,)) as record:
-        run(kernel, (1,), both[32:])
-    replay = record.finish()
-    assert replay is not None
-    other = torch.zeros(64)
-    taken(notes)
-    replay((other[:16],), 0)
-    assert taken(notes) == [("kernel", (1, 1, 1), [other[32:].data_ptr()])]
-
-
-class Launcher:
-    """As Triton's launchers are: Python that calls a function in C."""
-
-    def __init__(self, notes: list[Any], scratch: int = 0, nested: bool = False) -> None:
-        self.launch: Callable[..., None] = lambda *args: notes.append(args)
-        self.global_scratch_size, self.profile_scratch_size = scratch, 0
-        self.nested, self.calls = nested, [0]
-
-    def __call__(self, x: int, y: int, z: int, stream: int, kernel: Any, *args: Any) -> None:
-        self.calls[0] += 1
-        if self.nested:
-            self.launch(x, y, z, stream, kernel, *args[:4], args[4:])
-        else:
-            self.launch(x, y, z, stream, kernel, "pdl", *args)
-
-
-@pytest.mark.parametrize("kind", ["flat", "nested", "scratch"])
-def test_a_replay_calls_what_the_launcher_would_call(kind: str, notes: list[Note]) -> None:
-    seen: list[Any] = []
-    launcher = Launcher(seen, scratch=int(kind == "scratch"), nested=kind == "nested")
-    kernel, x, other = SpiedKernel("kernel", ["x", "SIZE"], notes), torch.zeros(8), torch.zeros(8)
-    kernel.run = launcher  # type: ignore[method-assign, assignment]
-    with recording((x,)) as record:
-        run(kernel, (2,), x, SIZE=3)
-    replay = record.finish()
-    assert replay is not None
-    assert not seen  # nothing is launched to find out
-    before = launcher.calls[0]
-    replay((other,), 0)
-    assert launcher.calls[0] - before == (kind == "scratch")
-    own = (other.data_ptr(), 3)
-    rest = ("metadata", None, None, None)
-    tail = (*rest, own) if kind == "nested" else ("pdl", *rest, *own)
-    assert seen == [(2, 1, 1, STREAM, "kernel", *tail)]
-
-
-@pytest.mark.usefixtures("encoded")
-def test_a_replay_ends_in_the_call_that_tritons_launcher_makes(notes: list[Note]) -> None:
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    seen: list[Any] = []
-    launcher = object.__new__(driver.CudaLauncher)
-    vars(launcher).update(
-        launch=lambda *args: seen.append(args),
-        launch_cooperative_grid=False,
-        launch_pdl=True,
-        num_ctas=1,
-        **{f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in SCRATCH},
-        **LATER,
-    )
-    kernel, x, other = SpiedKernel("kernel", ["x", "SIZE"], notes), torch.zeros(8), torch.zeros(8)
-    kernel.run = launcher
-    with recording((x,)) as record:
-        run(kernel, (2,), x, SIZE=3)
-    replay = record.finish()
-    assert replay is not None
-    replay((other,), 0)
-    launcher(2, 1, 1, STREAM, "kernel", "metadata", None, None, None, other.data_ptr(), 3)
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
-
-
-class Map:
-    """What a matrix is encoded as: an object of its own, with all that it is encoded from."""
-
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Map) and other.parts == self.parts
-
-
-@pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Addresses of the matrices that Triton encodes, on a driver that is not there."""
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    found: list[int] = []
-
-    def encode(address: int, *parts: Any) -> Map:
-        found.append(address)
-        return Map(address, *(tuple(x) if isinstance(x, list) else x for x in parts))
-
-    names = ("fill_tma_descriptor", "fill_tma_descriptor_tiled")  # the latter from Triton 3.7 on
-    active = SimpleNamespace(utils=SimpleNamespace(**dict.fromkeys(names, encode)))
-    monkeypatch.setattr(driver.triton.runtime, "driver", SimpleNamespace(active=active))
-    return found
-
-
-def launcher_of_matrices(count: int, seen: list[Any]) -> Any:
-    """Triton's launcher of a kernel with so many matrices, then two arguments of other kinds."""
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    types = ["tensordesc<fp32[8, 8]>"] * count + ["*fp32", "i32"]
-    signature = dict(enumerate(types))
-    meta = {"elem_size": 4, "elem_type": 7, "block_size": [8, 8], "fp4_padded": False}
-    metas = [{"swizzle": index, **meta} for index in range(count)]
-    if not hasattr(driver, "make_tensordesc_arg"):
-        pytest.skip("a Triton that passes descriptors on otherwise")
-
-    def note(*args: Any) -> None:  # later versions end with a list or a tuple
-        seen.append((*args[:-1], *args[-1]) if isinstance(args[-1], list | tuple) else args)
-
-    launcher = object.__new__(driver.CudaLauncher)
-    vars(launcher).update(
-        launch=driver.wrap_handle_tensordesc(note, signature, metas),
-        launch_cooperative_grid=False,
-        launch_pdl=True,
-        num_ctas=1,
-        **{f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in SCRATCH},
-        **LATER,
-    )
-    return launcher
-
-
-def described_matrix(x: torch.Tensor) -> Any:
-    return describe_matrix(x, (x.shape[0], x.shape[1]), x.stride(0), (8, 8))
-
-
-def test_matrices_are_encoded_once_for_each_address(notes: list[Note], encoded: list[int]) -> None:
-    seen: list[Any] = []
-    kernel = SpiedKernel("kernel", ["moved", "fixed", "x", "SIZE"], notes)
-    kernel.run = launcher = launcher_of_matrices(2, seen)  # type: ignore[method-assign]
-    fixed, layers = torch.zeros(16, 16), [torch.zeros(32, 16) for _ in range(3)]
-
-    def launch(x: torch.Tensor) -> tuple[Any, ...]:
-        return described_matrix(x[16:]), described_matrix(fixed), x
-
-    def through_triton(x: torch.Tensor) -> tuple[Any, ...]:
-        own = *launch(x)[:2], x.data_ptr(), 3
-        launcher(2, 1, 1, STREAM, "kernel", "metadata", None, None, None, *own)
-        found: tuple[Any, ...] = seen.pop()
-        return found
-
-    def record(x: torch.Tensor) -> Replay:
-        with recording((x,)) as found:
-            run(kernel, (2,), *launch(x), SIZE=3)
-        replay = found.finish()
-        assert replay is not None
-        return replay
-
-    replay = record(layers[0])
-    assert not seen  # nothing is launched to find out
-    for x in layers:
-        replay((x,), 0)
-    replayed = seen.copy()
-    wanted = [through_triton(x) for x in layers]
-    assert replayed == wanted
-    seen.clear()
-    encoded.clear()
-    for again in (replay, record(layers[1])):  # other steps find them too
-        for x in layers:
-            again((x,), 0)
-    assert not encoded
-    assert seen == wanted * 2
-    narrow = [torch.zeros(32, 24)[:, :16] for _ in range(2)]
-    for x, like in (narrow, (torch.zeros(32, 8), torch.zeros(32, 8))):
-        seen.clear()
-        record(x)((like,), 0)
-        assert seen.pop() == through_triton(like)
-
-
-def test_a_matrix_at_an_old_address_with_another_shape_is_encoded_anew(
-    notes: list[Note], encoded: list[int]
-) -> None:
-    seen: list[Any] = []
-    kernel = SpiedKernel("kernel", ["moved", "x", "SIZE"], notes)
-    kernel.run = launcher = launcher_of_matrices(1, seen)  # type: ignore[method-assign]
-    storage = torch.zeros(1024)
-    shapes: list[tuple[torch.Tensor, int]] = [
-        (storage.view(32, 32), 8),
-        (storage.view(64, 16), 8),  # shape and stride
-        (storage.view(32, 32)[:16], 8),  # rows alone
-        (storage.view(32, 32)[:, :16], 8),  # columns alone
-        (storage.view(32, 32), 16),  # box
-    ]
-    for x, box in shapes:
-        own = describe_matrix(x, (x.shape[0], x.shape[1]), x.stride(0), (8, box))
-        before = len(encoded)
-        with recording((x,)) as found:
-            run(kernel, (1,), own, x, SIZE=3)
-        replay = found.finish()
-        assert replay is not None
-        replay((x,), 0)
-        assert len(encoded) > before
-        rest = own, x.data_ptr(), 3
-        launcher(1, 1, 1, STREAM, "kernel", "metadata", None, None, None, *rest)
-        assert seen.pop() == seen.pop()
-
-
-def test_a_launcher_that_does_more_with_matrices_stays(
-    notes: list[Note], encoded: list[int]
-) -> None:
-    seen: list[Any] = []
-    launcher = object.__new__(
-        type("Other", (), {"__call__": lambda self, *args: self.launch(*args)})
-    )
-
-    def passed_on(launch: Callable[..., None]) -> Callable[..., None]:
-        launcher = launch
-
-        def inner(*args: Any) -> None:
-            launcher(*args[:-3], args[-3].base.data_ptr(), args[-2], args[-1], "more")
-
-        return inner
-
-    launcher.launch = passed_on(lambda *args: seen.append(args))
-    launcher.global_scratch_size = launcher.profile_scratch_size = 0
-    kernel = SpiedKernel("kernel", ["moved", "x", "SIZE"], notes)
-    kernel.run = launcher
-    first, other = torch.zeros(32, 16), torch.zeros(32, 16)
-    with recording((first,)) as found:
-        run(kernel, (1,), described_matrix(first), first, SIZE=3)
-    replay = found.finish()
-    assert replay is not None
-    for x in (other, first):
-        replay((x,), 0)
-        assert seen.pop()[-4:] == (x.data_ptr(), x.data_ptr(), 3, "more")
-
-
 def test_tensors_that_cannot_be_told_apart_are_counted_and_logged_once(
     notes: list[Note], counted: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -684,18 +414,6 @@ def test_tensors_that_cannot_be_told_apart_are_counted_and_logged_once(
             run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
         assert list(counted.values()) == [calls]
     assert ["share an address or a storage" in message for message in caplog.messages] == [True]
-
-
-def test_what_is_only_compiled_is_not_launched() -> None:
-    kernel = mock.MagicMock()
-    with compiling(2):
-        run(kernel, (3,), 1, SIZE=2, num_warps=4)
-    kernel.warmup.assert_called_once_with(1, grid=(3,), SIZE=2, num_warps=4)
-    kernel.__getitem__.assert_not_called()
-    with pytest.raises(KeyError), compiling(2):
-        raise KeyError
-    run(kernel, (3,), 1, SIZE=2)
-    kernel.__getitem__.assert_called_once_with((3,))
 
 
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:

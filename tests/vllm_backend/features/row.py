@@ -31,3 +31,13 @@ class Row:
         return " and ".join(
             [name for name, found in (("CPU", False), ("GPU", True)) if found in on_gpu]
         )
+
+
+def served(feature: str, *proofs: str, note: str = "") -> Row:
+    """The row of a feature that is served."""
+    return Row(feature, SERVED, proofs, note)
+
+
+def refused(feature: str, *proofs: str, note: str) -> Row:
+    """The row of a feature that stops the start."""
+    return Row(feature, REFUSED, proofs, note)

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.vllm_backend.features.matrix import MATRIX, PAGE, REFUSED, ROOT, SERVED, proofs, render
+from tests.vllm_backend.features.matrix import MATRIX, PAGE, ROOT, proofs, render
+from tests.vllm_backend.features.row import REFUSED, SERVED
 
 
 def test_the_page_is_current() -> None:

@@ -168,10 +168,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
 
 
 def _decode(
-    operands: PagedOperands,
-    batch: PagedBatch,
-    rule: SelectionPolicy,
-    chosen: Chosen | None,
+    operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy, chosen: Chosen | None
 ) -> None:
     heads, page_size = operands.heads, operands.page_size
     q, out = (x.unflatten(1, (heads, -1)) for x in (operands.q, operands.out))

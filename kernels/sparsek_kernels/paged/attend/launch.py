@@ -89,32 +89,16 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
     state = workspace(q.device, "part state", rows * 2, torch.float32)
     ticket = workspace(q.device, "tickets", places, torch.int32)
     run(
-        attend_kernel,
-        (count * chunks, heads, config.splits),
-        out,
-        out if operands.lse is None else operands.lse,
-        part,
-        state,
-        ticket,
-        q,
-        k_cache,
-        v_cache,
-        q if operands.sinks is None else operands.sinks,
+        attend_kernel, (count * chunks, heads, config.splits),
+        out, out if operands.lse is None else operands.lse, part, state, ticket,
+        q, k_cache, v_cache, q if operands.sinks is None else operands.sinks,
         batch.seq_lens if indices is None else indices,
         batch.seq_lens if tiles is None else tiles,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        operands.softmax_scale * operands.k_scale * LOG2E.value,
-        operands.v_scale,
-        (policy.window_size or 0, policy.num_sink, policy.dense_below),
-        config.splits,
-        out.stride()[:2],
-        q.stride()[:2],
-        k_cache.stride()[:3],
-        v_cache.stride()[:3],
-        indices.stride()[:2] if indices is not None else (0, 0),
-        batch.block_table.stride(0),
+        batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+        operands.softmax_scale * operands.k_scale * LOG2E.value, operands.v_scale,
+        (policy.window_size or 0, policy.num_sink, policy.dense_below), config.splits,
+        out.stride()[:2], q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
+        indices.stride()[:2] if indices is not None else (0, 0), batch.block_table.stride(0),
         RULE=Rule(
             MODE=0 if policy.is_dense else 2 if topk else 1,
             TILE=tile,
@@ -154,7 +138,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         # Sinks and window are read while the kernel before this one is at work.  That must be one
         # that chooses, which has waited for the keys: the one before may be writing them.
         **overlap_options(q.device, segment.chooses(page_size)),
-    )
+    )  # fmt: skip
 
 
 def unit_of(*caches: torch.Tensor) -> int:

@@ -13,12 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sparsek_kernels.common.kernels.gluon_names import thread_barrier, tma_load
 from sparsek_kernels.common.kernels.plans_sm90 import plan_field, put_plan
 from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
-from sparsek_kernels.paged.kernels.tiles import (
-    TOP_K,
-    tile_list,
-    tile_sees_all,
-    tile_span,
-)
+from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_list, tile_sees_all, tile_span
 
 ROWS: gl.constexpr = gl.constexpr(64)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)

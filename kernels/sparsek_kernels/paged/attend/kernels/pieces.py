@@ -99,16 +99,10 @@ def attend_pieces(
     find: tl.constexpr = piece_keys if SMALL else piece_start
     last_piece = piece_end - 1
     start = find(
-        piece_begin,
-        selected_ptr,
-        num_front,
-        first_selected,
-        num_selected,
-        first_local,
-        SEL_BLOCK,
-        BLOCK_N,
-        HAS_SELECTION,
-    )
+        piece_begin, selected_ptr,
+        num_front, first_selected, num_selected, first_local,
+        SEL_BLOCK, BLOCK_N, HAS_SELECTION,
+    )  # fmt: skip
     some = piece_begin < piece_end
     if SMALL:
         page = page_of(table_ptr, start, some & (start <= high), PAGE_SIZE)
@@ -118,16 +112,10 @@ def attend_pieces(
         page = page_of(table_ptr, start + offs_n, some & (start + offs_n <= high), PAGE_SIZE)
     for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
         next_start = find(
-            tl.minimum(piece + 1, last_piece),
-            selected_ptr,
-            num_front,
-            first_selected,
-            num_selected,
-            first_local,
-            SEL_BLOCK,
-            BLOCK_N,
-            HAS_SELECTION,
-        )
+            tl.minimum(piece + 1, last_piece), selected_ptr,
+            num_front, first_selected, num_selected, first_local,
+            SEL_BLOCK, BLOCK_N, HAS_SELECTION,
+        )  # fmt: skip
         keys = start if SMALL else start + offs_n
         if SMALL:
             next_page = page_of(table_ptr, next_start, next_start <= high, PAGE_SIZE)

@@ -39,11 +39,7 @@ def kernel_shares_reference(
 
 
 def block_ranks_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    position: int,
-    policy: SelectionPolicy,
-    softmax_scale: float,
+    q: torch.Tensor, k: torch.Tensor, position: int, policy: SelectionPolicy, softmax_scale: float
 ) -> torch.Tensor:
     """Scores of the blocks up to the query's own: ``[Hkv, blocks]``, inf for forced blocks."""
     size = policy.sel_block_size

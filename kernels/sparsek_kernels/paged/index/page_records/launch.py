@@ -42,12 +42,7 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
         return Chosen(call.out)
     batch = call.batch
     width = ceil_div(ceil_div(batch.max_seq_len, SEGMENT), UNIT.value) * UNIT.value
-    rule = Rule(
-        call.policy.sink_blocks,
-        call.policy.reach_blocks,
-        call.policy.scored_blocks,
-        KEYS,
-    )
+    rule = Rule(call.policy.sink_blocks, call.policy.reach_blocks, call.policy.scored_blocks, KEYS)
     shape = Shape(
         batch.decode_query_len,
         call.heads,
@@ -123,16 +118,10 @@ def _choose_some(
     constants = {"RULE": rule, "SHAPE": shape, **overlap}
     place = (call.policy.dense_below, step.first, width)
     run(
-        total_kernel,
-        (heads, step.count * shape.QUERY_LEN),
-        totals,
-        units,
-        *lengths,
-        *place,
-        UNITS=min(next_power_of_2(width // UNIT.value), 1024),
-        num_warps=4,
-        **constants,
-    )
+        total_kernel, (heads, step.count * shape.QUERY_LEN),
+        totals, units, *lengths, *place,
+        UNITS=min(next_power_of_2(width // UNIT.value), 1024), num_warps=4, **constants,
+    )  # fmt: skip
     if ranks is not None:
         written = totals[: step.count * shape.QUERY_LEN * heads]
         totals = reduce(torch.logaddexp2, ranks.gather(written))

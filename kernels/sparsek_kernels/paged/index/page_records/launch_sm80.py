@@ -70,33 +70,17 @@ def _choose_some(
     counts = workspace(device, "counts", jobs * members * KEYS, torch.int32)
     counters = workspace(device, "counters", jobs, torch.int32)
     run(
-        weigh_cells_kernel,
-        (jobs * (near + programs * parts),),
-        weights.view(torch.uint8),
-        tops,
-        gains,
-        states,
-        counters,
-        q,
-        operands.k_cache,
-        records,
-        table,
-        *lengths,
-        call.qk_scale,
-        call.policy.dense_below,
-        sums,
-        at_once,
-        width,
-        q.stride()[:2],
-        operands.k_cache.stride()[:3],
-        records.stride()[:2],
-        table.stride(0),
-        RULE=rule,
-        SHAPE=shape,
+        weigh_cells_kernel, (jobs * (near + programs * parts),),
+        weights.view(torch.uint8), tops, gains, states, counters,
+        q, operands.k_cache, records, table,
+        *lengths, call.qk_scale, call.policy.dense_below,
+        sums, at_once, width,
+        q.stride()[:2], operands.k_cache.stride()[:3], records.stride()[:2], table.stride(0),
+        RULE=rule, SHAPE=shape,
         num_warps=1,
         maxnreg=128,  # 16 programs on a multiprocessor
         **overlap_options(device),
-    )
+    )  # fmt: skip
     run(
         cut_cells_kernel, (jobs * members,),
         out, counts, counters, weights.view(torch.uint8), tops, gains, states, *lengths,

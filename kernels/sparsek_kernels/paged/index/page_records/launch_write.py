@@ -24,20 +24,11 @@ def write_records(k_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.T
         return
     together = 1 if tokens <= ALONE else SEGMENT
     run(
-        write_records_kernel,
-        (ceil_div(tokens, together), heads),
-        records,
-        k_cache,
-        slots,
-        tokens,
-        *records.stride()[:3],
-        *k_cache.stride()[:3],
-        HEAD_DIM=dim,
-        BLOCK_Q=block_q,
-        PAGE_SIZE=page_size,
-        TOKENS=together,
+        write_records_kernel, (ceil_div(tokens, together), heads),
+        records, k_cache, slots, tokens, *records.stride()[:3], *k_cache.stride()[:3],
+        HEAD_DIM=dim, BLOCK_Q=block_q, PAGE_SIZE=page_size, TOKENS=together,
         num_warps=record_warps(k_cache),
-    )
+    )  # fmt: skip
 
 
 def record_warps(k_cache: torch.Tensor) -> int:

@@ -6,12 +6,7 @@ import math
 
 import torch
 
-from sparsek_kernels.paged.index.launch import (
-    SCRATCH_ELEMENTS,
-    Scores,
-    new_selection,
-    top_blocks,
-)
+from sparsek_kernels.paged.index.launch import SCRATCH_ELEMENTS, Scores, new_selection, top_blocks
 from sparsek_kernels.paged.index.problem import Step
 from sparsek_kernels.paged.index.two_step.launch_probabilities import rank_blocks, tiles_ranked
 from sparsek_kernels.paged.index.two_step.launch_scores import score_tiles

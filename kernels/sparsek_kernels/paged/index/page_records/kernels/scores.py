@@ -42,16 +42,9 @@ def levels_of(packed, PLANE: tl.constexpr, scales):
 def sees_all(position, dense_below, RULE: tl.constexpr):
     """Whether the token at ``position`` attends everything."""
     return tile_sees_all(
-        position,
-        dense_below,
-        TOP_K,
-        1,
-        SEGMENT // VECTORS,
-        RULE.SINK_BLOCKS,
-        RULE.REACH_BLOCKS,
-        RULE.SCORED_BLOCKS,
-        VECTORS,
-    )
+        position, dense_below, TOP_K, 1,
+        SEGMENT // VECTORS, RULE.SINK_BLOCKS, RULE.REACH_BLOCKS, RULE.SCORED_BLOCKS, VECTORS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -167,24 +160,14 @@ def score_records_kernel(
             NEAR_M: tl.constexpr = BLOCK_H if BLOCK_H > 16 else 16
             offs_n = tl.arange(0, NEAR_M)
             near_total(
-                near_ptr + place * NUM_KV_HEADS * GROUP,
-                q_ptr,
-                k_ptr + kv_head.to(tl.int64) * k_strides[1],
-                table,
-                start + token,
-                (first_token + token).to(tl.int64) * stride_qt,
-                kv_head * GROUP + offs_n,
-                offs_n < GROUP,
-                qk_scale,
-                tl.minimum(SINK_SEGMENTS, own) * SEGMENT,
-                own * SEGMENT,
-                stride_qh,
-                k_strides,
-                HEAD_DIM,
-                triton.next_power_of_2(HEAD_DIM),
-                NEAR_M,
-                PAGE_SIZE,
-            )
+                near_ptr + place * NUM_KV_HEADS * GROUP, q_ptr,
+                k_ptr + kv_head.to(tl.int64) * k_strides[1], table, start + token,
+                (first_token + token).to(tl.int64) * stride_qt, kv_head * GROUP + offs_n,
+                offs_n < GROUP, qk_scale,
+                tl.minimum(SINK_SEGMENTS, own) * SEGMENT, own * SEGMENT,
+                stride_qh, k_strides,
+                HEAD_DIM, triton.next_power_of_2(HEAD_DIM), NEAR_M, PAGE_SIZE,
+            )  # fmt: skip
         return
     token = offs_m // BLOCK_H
     member = offs_m % BLOCK_H

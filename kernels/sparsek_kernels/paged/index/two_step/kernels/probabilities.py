@@ -16,13 +16,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.index.kernels.top_blocks import best_of
-from sparsek_kernels.paged.kernels.tiles import (
-    NO_KEY,
-    TOP_K,
-    page_of,
-    tile_sees_all,
-    tile_span,
-)
+from sparsek_kernels.paged.kernels.tiles import NO_KEY, TOP_K, page_of, tile_sees_all, tile_span
 
 
 @triton.jit
@@ -230,9 +224,7 @@ def listed_masses_kernel(
     token = (token_of_zero + position).to(tl.int64)
     q_row = token * stride_qt + (kv_head * GROUP + rows % GROUP_PAD) * stride_qh
     q = tl.load(
-        q_ptr + q_row[:, None] + offs_d[None, :],
-        mask=(position >= 0)[:, None] & mask_d,
-        other=0.0,
+        q_ptr + q_row[:, None] + offs_d[None, :], mask=(position >= 0)[:, None] & mask_d, other=0.0
     )  # [BLOCK_M, BLOCK_D]
     full = tile_sees_all(
         base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS

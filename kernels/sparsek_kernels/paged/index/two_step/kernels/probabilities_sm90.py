@@ -36,7 +36,7 @@ LOOKED_UP: gl.constexpr = gl.constexpr(32)
 @gluon.jit
 def list_share(
     work,
-    candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
     dense_below, first_tile, num_work, width,
     NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
@@ -121,8 +121,8 @@ def load_partition(
         place, request, _base, _low, high, _token_of_zero, first_local, forced_place,
         forced, listed_place, entries,
     ) = list_share(
-        gl.program_id(0) * STREAMS + STREAM, candidates_ptr, tiles_ptr, seq_lens_ptr,
-        cu_seqlens_ptr, dense_below, first_tile, num_work, width, NUM_KV_HEADS, TILE, CHUNKS,
+        gl.program_id(0) * STREAMS + STREAM, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+        dense_below, first_tile, num_work, width, NUM_KV_HEADS, TILE, CHUNKS,
         SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
     )  # fmt: skip
     candidates = candidates_ptr + place * LISTED_BLOCKS
@@ -215,7 +215,7 @@ def weigh_pairs(
 def weigh_partition(
     mass_ptr, q_ptr,
     q_smem, k_wide, bars,
-    candidates_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
     dense_below, first_tile, num_work, width, qk_scale,
     stride_qt, stride_qh,
     NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
@@ -232,8 +232,8 @@ def weigh_partition(
         place, _request, base, low, high, token_of_zero, first_local, forced_place, forced,
         listed_place, entries,
     ) = list_share(
-        gl.program_id(0) * STREAMS + STREAM, candidates_ptr, tiles_ptr, seq_lens_ptr,
-        cu_seqlens_ptr, dense_below, first_tile, num_work, width, NUM_KV_HEADS, TILE, CHUNKS,
+        gl.program_id(0) * STREAMS + STREAM, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+        dense_below, first_tile, num_work, width, NUM_KV_HEADS, TILE, CHUNKS,
         SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
     )  # fmt: skip
     if entries > 0:
@@ -306,7 +306,7 @@ def listed_masses_sm90_kernel(
             (
                 weigh_partition,
                 (
-                    mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
+                    mass_ptr, q_ptr, q_smem, k_wide, bars, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
                     SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
@@ -316,7 +316,7 @@ def listed_masses_sm90_kernel(
             (
                 weigh_partition,
                 (
-                    mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
+                    mass_ptr, q_ptr, q_smem, k_wide, bars, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
                     SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
@@ -326,7 +326,7 @@ def listed_masses_sm90_kernel(
             (
                 weigh_partition,
                 (
-                    mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
+                    mass_ptr, q_ptr, q_smem, k_wide, bars, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
                     SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
@@ -336,7 +336,7 @@ def listed_masses_sm90_kernel(
             (
                 weigh_partition,
                 (
-                    mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
+                    mass_ptr, q_ptr, q_smem, k_wide, bars, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
                     SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,

@@ -58,15 +58,9 @@ def pool_means_kernel(
     num_tokens = tl.load(cu_seqlens_ptr + request + 1).to(tl.int32) - first_token
     num_cells = last // SEL_BLOCK * CELLS
     full = tile_sees_all(
-        last // TILE * TILE,
-        dense_below,
-        TOP_K,
-        TILE,
-        SEL_BLOCK,
-        SINK_BLOCKS,
-        REACH_BLOCKS,
-        SCORED_BLOCKS,
-    )
+        last // TILE * TILE, dense_below, TOP_K,
+        TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+    )  # fmt: skip
     if (num_tokens <= 0) | (tl.program_id(0) * BLOCK_C >= num_cells) | full:
         return
     offs_d = tl.arange(0, BLOCK_D)
@@ -195,19 +189,10 @@ def part_scores_kernel(
     kv_head = tl.program_id(1)
     split, splits = tl.program_id(2), tl.num_programs(2)
     local, base, low, high, token_of_zero = scored_span(
-        first_tile + tile,
-        tiles_ptr,
-        seq_lens_ptr,
-        cu_seqlens_ptr,
-        dense_below,
-        first_request,
-        num_requests,
-        TILE,
-        SEL_BLOCK,
-        SINK_BLOCKS,
-        REACH_BLOCKS,
-        SCORED_BLOCKS,
-    )
+        first_tile + tile, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+        dense_below, first_request, num_requests,
+        TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+    )  # fmt: skip
     if high < low:
         return
     offs_m = tl.arange(0, BLOCK_M)
@@ -292,19 +277,10 @@ def add_parts_kernel(
     kv_head = tl.program_id(1)
     block = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     _local, base, low, high, _token = scored_span(
-        first_tile + tile,
-        tiles_ptr,
-        seq_lens_ptr,
-        cu_seqlens_ptr,
-        dense_below,
-        first_request,
-        num_requests,
-        TILE,
-        SEL_BLOCK,
-        SINK_BLOCKS,
-        REACH_BLOCKS,
-        SCORED_BLOCKS,
-    )
+        first_tile + tile, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
+        dense_below, first_request, num_requests,
+        TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+    )  # fmt: skip
     num_blocks = tl.minimum(base // SEL_BLOCK, width)  # a row has no more
     if (high < low) | (tl.program_id(2) * BLOCK >= num_blocks):
         return

@@ -131,14 +131,7 @@ def to_threads(weights, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def weigh_kept(
-    out,
-    kept,
-    maxima,
-    lse,
-    begin,
-    end,
-):
+def weigh_kept(out, kept, maxima, lse, begin, end):
     """Sum ``weights * 2 ** (maximum - lse)`` over the 64 rows, for blocks ``[begin, end)``.
 
     ``begin`` is a multiple of ``STEPS_AT_ONCE`` steps of ``BLOCKS``.  A thread adds up eight rows
@@ -164,9 +157,7 @@ def weigh_kept(
         inside = (first + group // 4 * BLOCKS < end)[None, :] & (row >= 0)[:, None]
         tops = gl.load(maxima + step * ROWS + tops_at, mask=inside, other=-1.0e30)
         held = gl.load(
-            kept + step * (ROWS * BLOCKS) + offsets,
-            mask=gl.expand_dims(inside, 2),
-            other=0.0,
+            kept + step * (ROWS * BLOCKS) + offsets, mask=gl.expand_dims(inside, 2), other=0.0
         )  # [ROWS, 4 * STEPS_AT_ONCE, 8]
         weight = gl.expand_dims(gl.exp2(tops - lse[:, None]), 2)
         total = gl.sum(held.to(gl.float32) * weight, axis=0)
