@@ -137,6 +137,19 @@ def test_sinks_move_by_the_frequencies_of_the_text_so_far(kind: str, copied: boo
     assert torch.equal(layer.keys[..., :4, :], wanted)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_cache_can_be_made_while_the_model_trains(recomputed: bool) -> None:
+    model = make_model(attention_dropout=0.5).train()
+    configure(model, mode="sink_window", num_sink=2, window_size=8, dense_below=0)
+    if recomputed:
+        model.gradient_checkpointing_enable()
+    model.model.layers[0].mlp.eval()
+    cache = SinkWindowCache(model)
+    assert [layer.rotary.inv_freq is not None for layer in cache.layers] == [True, True]
+    modules = model, model.model.layers[1].mlp, model.model.layers[0].mlp
+    assert [x.training for x in modules] == [True, True, False]
+
+
 def test_keys_that_turn_otherwise_are_refused() -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2)
