@@ -174,3 +174,14 @@ def test_a_config_without_a_section_has_the_defaults_of_the_module(tmp_path: Pat
     model = transformers.AutoModelForCausalLM.from_config(NSALlamaHFConfig(**sizes))
     model.save_pretrained(tmp_path)
     assert NSALlamaForCausalLM.from_pretrained(tmp_path).config == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden_act", "gelu"), ("mlp_bias", True), ("attention_dropout", 0.1)]
+)
+def test_fields_of_llama_that_this_model_lacks_are_refused(name: str, value: object) -> None:
+    from sparsek_backend.transformers_model import NSALlamaHFConfig
+
+    config = NSALlamaHFConfig(**{**make().config.to_dict(), name: value})
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got {value!r}"):
+        transformers.AutoModelForCausalLM.from_config(config)
