@@ -350,6 +350,8 @@ def test_shown(count: int, tmp_path: Path) -> None:
     assert (tmp_path / "p.png").stat().st_size > 1000
     chosen = learned(count, 6, 6).show([count - 1])
     assert chosen.axes[0].get_title().startswith(f"pattern {count - 1}: ")
+    with pytest.raises(ValueError, match="shape: expected blocks to draw, got"):
+        learned(count, 6, 6).crop((0, 6)).show()
 
 
 def test_listed_blocks_show_and_others_do_not() -> None:

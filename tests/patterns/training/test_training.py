@@ -231,6 +231,22 @@ def test_gates_weigh_their_blocks() -> None:
     )
 
 
+@pytest.mark.parametrize("gates", [False, True])
+def test_inputs_without_tokens_or_sequences(gates: bool) -> None:
+    layer = SparseAttentionLayer(32, 2, 64, 16, gates=gates)
+    for shape in ((2, 0, 32), (0, 64, 32)):
+        x = torch.randn(shape, requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape
+
+
+def test_odd_heads_cannot_turn() -> None:
+    with pytest.raises(ValueError, match="head_dim: expected an even size with"):
+        SparseAttentionLayer(60, 4, 64, 16, rope_theta=1e4)
+    assert SparseAttentionLayer(60, 4, 64, 16)(torch.randn(1, 64, 60)).shape == (1, 64, 60)
+
+
 def test_draws_of_gates() -> None:
     torch.manual_seed(0)
     gates = BlockGates((2, 4, 4), temperature=0.1, initial=0.0)
