@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.patterns import BlockSparsePattern
@@ -229,6 +230,24 @@ def test_gates_weigh_their_blocks() -> None:
     assert torch.autograd.gradcheck(
         lambda *x: gated_attention(x[0], x[1], x[2], two, x[3]), (*small, edge)
     )
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_a_compiled_layer_is_compiled_once(gates: bool) -> None:
+    torch._dynamo.reset()
+    counter, counts = CompileCounter(), []
+    layer = SparseAttentionLayer(32, 2, 64, 16, gates=gates)
+    compiled = torch.compile(layer, backend=counter)
+    scheduler = PatternScheduler(layer, SparsitySchedule(0.5, end=2, every=1))
+    for _ in range(3):
+        compiled(torch.randn(1, 64, 32)).sum().backward()
+        scheduler.step()
+        counts.append(counter.frame_count)
+    assert counts == [2, 2, 2]  # before the pattern and after it
+    if not gates:
+        assert int(layer.attention.tracker.added) == 3
+    x = torch.randn(1, 64, 32)
+    assert torch.equal(compiled.eval()(x), layer.eval()(x))
 
 
 @pytest.mark.parametrize("gates", [False, True])
