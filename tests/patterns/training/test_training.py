@@ -261,6 +261,8 @@ def test_inputs_without_tokens_or_sequences(gates: bool) -> None:
 
 
 def test_odd_heads_cannot_turn() -> None:
+    with pytest.raises(ValueError, match="num_kv_heads=0"):
+        SparseAttentionLayer(64, 4, 64, 16, num_kv_heads=0)
     with pytest.raises(ValueError, match="head_dim: expected an even size with"):
         SparseAttentionLayer(60, 4, 64, 16, rope_theta=1e4)
     assert SparseAttentionLayer(60, 4, 64, 16)(torch.randn(1, 64, 60)).shape == (1, 64, 60)
