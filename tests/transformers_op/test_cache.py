@@ -195,6 +195,22 @@ def test_padding_is_refused_once_keys_are_dropped() -> None:
         )
 
 
+def test_masks_that_no_layer_uses_do_not_matter() -> None:
+    """Qwen2-MoE makes the mask of sliding layers for models that have none."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    configure(model, mode="sink_window", num_sink=2, window_size=6, dense_below=0)
+    ids, options = tokens(2, 20), {"max_new_tokens": 8, "do_sample": False}
+    cache = SinkWindowCache(model, move_sinks=False)
+    found = model.generate(ids, past_key_values=cache, **options)
+    assert torch.equal(found, model.generate(ids, **options))
+
+
 def test_cache_can_be_reset_but_not_cropped() -> None:
     model, ids = _model(), tokens(1, 50)
     cache = SinkWindowCache(model, move_sinks=False)
