@@ -23,6 +23,9 @@ from sparsek_backend.transformers_config import NSALlamaHFConfig
 
 __all__ = ["NSALlamaForCausalLM", "NSALlamaHFConfig"]
 
+_INNER = ("output_attentions", "output_hidden_states")
+"""Keywords that ask for what layers compute."""
+
 
 class NSALlamaCache:
     """The caches of all layers, as ``past_key_values``; they grow as tokens come."""
@@ -99,7 +102,7 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         """
         past_key_values = past_key_values if cache is None else cache
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        names = ("attention_mask", "use_cache", "logits_to_keep")
+        names = ("attention_mask", "use_cache", "logits_to_keep", *_INNER)
         passed = {name: kwargs[name] for name in names if name in kwargs}
         return {"input_ids": input_ids[:, seen:], "past_key_values": past_key_values, **passed}
 
@@ -131,9 +134,22 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             of_loss: what the loss function takes, such as ``num_items_in_batch``.
 
         Raises:
-            NotImplementedError: padding before tokens, packed sequences or embedded inputs.
+            NotImplementedError: padding before tokens, packed sequences or embedded inputs, or
+                attentions or hidden states as outputs.
+            TypeError: ``past_key_values`` of another kind.
         """
         past_key_values = of_loss.pop("cache", past_key_values)
+        if not isinstance(past_key_values, NSALlamaCache | None):
+            raise TypeError(
+                "past_key_values: expected those that a call with use_cache=True returned, got "
+                f"{type(past_key_values).__name__}; leave it out in the first call"
+            )
+        for name in _INNER:
+            if of_loss.pop(name, None):
+                raise NotImplementedError(
+                    f"{name}: native sparse attention in Transformers returns logits and loss "
+                    "alone; register forward hooks on the layers"
+                )
         for name in ("inputs_embeds", "position_ids", "cu_seq_lens_q"):
             if of_loss.pop(name, None) is not None:
                 raise NotImplementedError(

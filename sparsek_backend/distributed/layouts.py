@@ -245,8 +245,8 @@ def unshard(
     mine = x.detach().contiguous()
     shards = [torch.empty_like(mine) for _ in range(channel.size)]
     with channel.watched():  # as bytes: gloo does not know all dtypes
-        whole = [y.view(torch.uint8) for y in shards]
-        dist.all_gather(whole, mine.view(torch.uint8), group=channel.group)
+        sent, *whole = (y.view(-1).view(torch.uint8) for y in (mine, *shards))
+        dist.all_gather(whole, sent, group=channel.group)
     parts = []
     for part, ranges in zip(shards, layout.chunks, strict=True):
         sizes = [hi - lo for lo, hi in ranges]

@@ -31,6 +31,8 @@ from sparsek_kernels.checks import check_int
 
 ARCHITECTURE = "NSALlamaForCausalLM"
 """Under this name vLLM finds the model class that serves such a folder."""
+_FIXED = {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0.0}
+"""Fields of Llama's configs that have one value here."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,19 @@ class NSALlamaConfig:
 
         Raises:
             TypeError: a size, ``nsa`` or a field of it has a wrong type.
-            ValueError: another architecture, a field that is missing, or one that is no part of
-                ``nsa`` or out of range.
+            ValueError: another architecture, activation, dropout or MLP than this model's, a field
+                that is missing, or one that is no part of ``nsa`` or out of range.
         """
         if values.get("architectures") != [ARCHITECTURE]:
             raise ValueError(
                 f"architectures: expected {[ARCHITECTURE]}, got {values.get('architectures')}"
             )
+        for name, fixed in _FIXED.items():
+            if values.get(name, fixed) != fixed:
+                raise ValueError(
+                    f"{name}: expected {fixed!r}, which is all that this model has, got "
+                    f"{values[name]!r}"
+                )
         known = {item.name: item for item in fields(cls)}
         optional = {name for name, item in known.items() if item.default is not MISSING}
         missing = sorted(known.keys() - optional - values.keys())

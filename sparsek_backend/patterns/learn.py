@@ -42,6 +42,8 @@ def learn_pattern(
     """
     masses, sizes = [], set()
     for q, k, v in samples:
+        if isinstance(q, torch.Tensor) and not q.numel():
+            raise ValueError(f"samples: expected some queries, got q of shape {list(q.shape)}")
         mass = sampled_block_masses(
             q, k, v, block_size, measure="l2", samples=block_size,
             causal=causal, softmax_scale=softmax_scale,

@@ -111,6 +111,9 @@ def watch_model(
 
 def length_of(batches: Sequence[torch.Tensor]) -> int:
     """Tokens of the texts of all batches."""
+    for ids in batches:
+        if ids.dim() != 2 or not ids.numel():
+            raise ValueError(f"batches: expected token ids [B, N], got shape {list(ids.shape)}")
     lengths = sorted({ids.shape[1] for ids in batches})
     if len(lengths) != 1:
         raise ValueError(f"batches: expected texts of one length, got lengths {lengths}")

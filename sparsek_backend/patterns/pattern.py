@@ -94,7 +94,7 @@ class BlockSparsePattern(BlockStructure):
             raise ValueError(
                 f"mass: expected the shape of mask, {list(blocks.shape)}, got {list(mass.shape)}"
             )
-        weights = None if mass is None else mass[blocks].float()
+        weights = None if mass is None else mass.detach()[blocks].float()
         if blocks.dim() == 2:
             blocks = blocks[None]
         shape = (blocks.shape[1], blocks.shape[2])

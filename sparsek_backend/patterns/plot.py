@@ -31,6 +31,8 @@ def draw(
     chosen = list(range(min(total, MOST_PANELS))) if patterns is None else list(patterns)
     if not chosen or any(not 0 <= p < total for p in chosen):
         raise ValueError(f"patterns: expected some of 0 to {total - 1}, got {chosen}")
+    if not mask.numel():
+        raise ValueError(f"shape: expected blocks to draw, got {tuple(mask.shape[1:])}")
     shade = mask.float() if mass is None else mass
     # A block that is listed shows, however little it weighs.
     shade = (0.2 + 0.8 * shade / shade.amax().clamp(min=1e-30)).where(mask, 0.0)

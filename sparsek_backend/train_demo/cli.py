@@ -25,6 +25,10 @@ from sparsek_backend.train_demo.task import SHORTEST, VALUES
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
 
 app = commands()
+_RANKS = (1, 2, 4, 8, 16)
+"""Processes that can share the shortest sequences, two chunks each."""
+_MOST_SEED = 1 << 32
+"""Torch's generators take 64 bits, and each step has a seed of its own."""
 
 
 @app.command()
@@ -39,7 +43,9 @@ def train_demo(
     compressed_only: Annotated[
         float, typer.Option(min=0, max=0.9, help="Share of sequences with this branch alone.")
     ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=-_MOST_SEED, max=_MOST_SEED, help="Of the weights and the data.")
+    ] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
     model: Annotated[
@@ -48,12 +54,13 @@ def train_demo(
     context_parallel: Annotated[
         int,
         typer.Option(
-            min=1,
             help="1, 2, 4, 8 or 16 processes that share each sequence; torchrun's where it is.",
         ),
     ] = 1,
 ) -> None:
     """Train a sparse transformer and its dense twin on recall; resumes where it stopped."""
+    with failing_on(ValueError):
+        _check_shared(context_parallel, max_length)
     if context_parallel > 1 and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(_launch(context_parallel, context))
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
@@ -78,6 +85,16 @@ def train_demo(
         summary = {"device": str(where), "config": asdict(config), "runs": results}
         (out / "results.json").write_text(json.dumps(summary) + "\n")
         console.print(f"wrote {out / 'results.json'} and {_draw(results, out / 'train-demo.png')}")
+
+
+def _check_shared(ranks: int, max_length: int) -> None:
+    if ranks not in _RANKS:
+        raise ValueError(f"--context-parallel: expected 1, 2, 4, 8 or 16, got {ranks}")
+    if ranks > 1 and max_length % (2 * ranks):
+        raise ValueError(
+            f"--max-length: expected a multiple of {2 * ranks} with --context-parallel {ranks}, "
+            f"got {max_length}"
+        )
 
 
 def _launch(count: int, context: typer.Context) -> int:

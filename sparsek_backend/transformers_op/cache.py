@@ -226,11 +226,17 @@ def _rotaries(model: torch.nn.Module) -> list[Rotary]:
     rotary embedding and nothing else, and its values do not differ.
     """
     held = []
-    for position in (0, _PROBE):
-        cache, embeddings = DynamicCache(), cast(Any, model).get_input_embeddings().weight
-        ids = torch.full((1, 1), embeddings.shape[0] // 2, device=embeddings.device)
-        model(ids, position_ids=torch.full_like(ids, position), past_key_values=cache)
-        held.append(cache.layers)
+    training = [module for module in model.modules() if module.training]
+    model.eval()  # dropout would change states, and activation checkpointing takes no cache
+    try:
+        for position in (0, _PROBE):
+            cache, embeddings = DynamicCache(), cast(Any, model).get_input_embeddings().weight
+            ids = torch.full((1, 1), embeddings.shape[0] // 2, device=embeddings.device)
+            model(ids, position_ids=torch.full_like(ids, position), past_key_values=cache)
+            held.append(cache.layers)
+    finally:
+        for module in training:
+            module.training = True
     known = [_STILL]
     for path, _ in model.named_buffers():
         owner, _, name = path.rpartition(".")

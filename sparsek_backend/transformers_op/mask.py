@@ -18,6 +18,12 @@ _aten = torch.ops.aten
 _COPIES = (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default)
 
 
+_LATE = (
+    "attention_mask: a SinkWindowCache that has dropped keys serves batches without padding and "
+    "plain causal masks only; use equally long sequences or a DynamicCache"
+)
+
+
 class LazyMask(torch.Tensor):
     """The ``[B, 1, N, M]`` mask of eager attention, that knows its rule.
 
@@ -26,7 +32,8 @@ class LazyMask(torch.Tensor):
     Every model takes eager's mask, whatever it does with it.
     """
 
-    rule: Visibility
+    _rule: Visibility
+    _refused: str | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -36,14 +43,26 @@ class LazyMask(torch.Tensor):
         shape: tuple[int, int, int],
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        refused: str | None = None,
     ) -> LazyMask:
-        """Make the tensor; it has no storage."""
+        """Make the tensor; it has no storage.  ``refused`` says why no layer may use it."""
         batch, num_q, num_k = shape
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(
             cls, (batch, 1, num_q, num_k), dtype=dtype, device=device
         )
-        mask.rule = rule.to(mask.device)
+        mask._rule, mask._refused = rule.to(mask.device), refused
         return mask
+
+    @property
+    def rule(self) -> Visibility:
+        """Which keys are seen.
+
+        Raises:
+            NotImplementedError: the mask is refused.
+        """
+        if self._refused is not None:
+            raise NotImplementedError(self._refused)
+        return self._rule
 
     def seen(self) -> torch.Tensor:
         """The rule written out: ``[B, 1, N, M]`` bool."""
@@ -74,7 +93,7 @@ class LazyMask(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The shape and the rule."""
-        return f"LazyMask({tuple(self.shape)}, {self.rule})"
+        return f"LazyMask({tuple(self.shape)}, {self._rule})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -128,9 +147,8 @@ def sparsek_mask(
         ``[batch_size, 1, q_length, kv_length]``: a :class:`LazyMask` for causal and bidirectional
         masks with padding, windows, chunks and packed texts; else eager attention's mask.
 
-    Raises:
-        NotImplementedError: padding, or a mask that is not plainly causal, over a cache that
-            dropped keys.
+        Layers that use one over a cache that dropped keys raise a NotImplementedError if there is
+        padding or it is not plainly causal.
     """
     rule = visibility_of(mask_function, kv_length, kv_offset)
     padding = attention_mask
@@ -139,10 +157,9 @@ def sparsek_mask(
     late = q_offset + q_length - kv_offset - kv_length  # how far the last query is past the keys
     if isinstance(late, int) and late > 0 and not (rule and not rule.causal):
         if rule is None or not rule.is_plain_causal or padding is not None:
-            raise NotImplementedError(
-                "attention_mask: a SinkWindowCache that has dropped keys serves batches without "
-                "padding and plain causal masks only; use equally long sequences or a DynamicCache"
-            )
+            # Some models make masks that no layer of theirs uses.
+            shape = batch_size, q_length, kv_length
+            return LazyMask(rule or Visibility(), shape, torch.device(device), dtype, _LATE)
         late = 0
     # A static cache has room for keys to come, so its last key is not the last query's.
     aligned = isinstance(late, int) and late == 0

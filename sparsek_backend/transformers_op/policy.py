@@ -57,6 +57,8 @@ def configure(model: torch.nn.Module, **settings: Any) -> SparsityConfig:
     if settings:
         _check_heeded(model, resolved)
     setattr(text_config(config), _FIELD, dict(settings))
+    for layer in model.modules():  # variables count that were set since
+        _selections.pop(layer, None)
     return resolved
 
 
@@ -132,7 +134,8 @@ def settings_of(config: Any) -> SparsityConfig:
 def selection_of(module: torch.nn.Module, sliding_window: int | None) -> Selection:
     """Return what one attention layer attends: its model's own window, or SparseK's settings.
 
-    Settings are resolved once per layer, and again when the stored ones change.
+    Settings are resolved once per layer, and again after :func:`configure` or when the stored ones
+    change.
     """
     if sliding_window is not None:
         return StepPolicy.of(SelectionPolicy(window_size=sliding_window)), None

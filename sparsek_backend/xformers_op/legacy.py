@@ -163,7 +163,7 @@ class SparseKAttention(_Base):  # type: ignore[misc]
 
         Raises:
             TypeError: ``att_mask`` is of another type or dtype.
-            ValueError: an ``AttentionBias`` is combined with a causal module.
+            ValueError: a mask of another shape, or an ``AttentionBias`` beside a causal module.
         """
         bias = self._bias(q, k, att_mask)
         width = q.dim()
@@ -216,12 +216,18 @@ class SparseKAttention(_Base):  # type: ignore[misc]
             )
         num_q, num_k = q.shape[1], k.shape[1]
         values = values[..., :num_q, :num_k]
-        if own is not None:
-            values = values + own.materialize((num_q, num_k), values.dtype, q.device)
-        heads = (1,) if q.dim() == 3 else tuple(q.shape[2:-1])
+        shape = (q.shape[0], *((1,) if q.dim() == 3 else q.shape[2:-1]), num_q, num_k)
         if q.dim() == 3 and values.dim() == 3:
             values = values[:, None]
-        return values.expand(q.shape[0], *heads, num_q, num_k)
+        sizes = zip(reversed(values.shape), reversed(shape), strict=False)
+        if values.dim() > len(shape) or any(size not in (1, due) for size, due in sizes):
+            raise ValueError(
+                f"att_mask: expected a shape that broadcasts to {list(shape)}, "
+                f"got {list(values.shape)}"
+            )
+        if own is not None:
+            values = values + own.materialize((num_q, num_k), values.dtype, q.device)
+        return values.expand(shape)
 
 
 if _LegacyMask is not None:

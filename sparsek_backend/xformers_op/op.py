@@ -220,7 +220,16 @@ class FwOp(_Limits, AttentionFwOpBase):  # type: ignore[misc]
 
         The context's ``lse`` is the natural logarithm of the softmax denominator, ``[B, H, M]``
         or ``[B, G, H, M]``, packed along M for packed sequences, fp32.
+
+        Raises:
+            NotImplementedError: a bias that wants a gradient, to which xFormers passes none.
         """
+        tracked = isinstance(inp.attn_bias, torch.Tensor) and inp.attn_bias.requires_grad
+        if tracked and not needs_gradient and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "attn_bias: xFormers passes no gradient to a bias where query, key and value have "
+                "none; let one of them require a gradient, or detach the bias"
+            )
         with torch.no_grad():
             out, lse, seed = cls._run(inp, needs_gradient)
         out = out.reshape(*inp.query.shape[:-1], inp.value.shape[-1])

@@ -157,6 +157,8 @@ def round_trip(mesh: DeviceMesh, layout: SequenceLayout) -> tuple[np.ndarray, np
     positions = layout.position_ids(rank)[:, None]
     for dtype in (torch.int16, torch.float8_e5m2, torch.bool):
         assert torch.equal(unshard(mine.to(dtype), mesh, layout).long(), stream.to(dtype).long())
+    column = mine[:1, :, :1].mT.contiguous().mT  # whose last stride is not 1
+    assert torch.equal(unshard(column, mesh, layout), stream[:1, :, :1])
     return unshard(mine, mesh, layout).numpy(), unshard(positions, mesh, layout, 0).numpy()
 
 

@@ -104,6 +104,8 @@ def test_saved_folder(tied: bool, tmp_path: Path) -> None:
         ({"nsa": {"top_m": 4}}, "nsa: expected fields of .* got top_m"),
         ({"nsa": None}, "nsa: expected this field"),
         ({"vocab_size": None}, "vocab_size: expected this field"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', .*, got 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias: expected False, .*, got True"),
     ],
     ids=str,
 )

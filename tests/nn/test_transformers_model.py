@@ -174,3 +174,29 @@ def test_a_config_without_a_section_has_the_defaults_of_the_module(tmp_path: Pat
     model = transformers.AutoModelForCausalLM.from_config(NSALlamaHFConfig(**sizes))
     model.save_pretrained(tmp_path)
     assert NSALlamaForCausalLM.from_pretrained(tmp_path).config == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden_act", "gelu"), ("mlp_bias", True), ("attention_dropout", 0.1)]
+)
+def test_fields_of_llama_that_this_model_lacks_are_refused(name: str, value: object) -> None:
+    from sparsek_backend.transformers_model import NSALlamaHFConfig
+
+    config = NSALlamaHFConfig(**{**make().config.to_dict(), name: value})
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got {value!r}"):
+        transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_outputs_and_caches_that_it_has_not_are_refused(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(1, 64, (1, 20))
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True}
+    for name in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(NotImplementedError, match=f"{name}: native sparse attention"):
+            model(ids, **{name: True})
+        with pytest.raises(NotImplementedError, match=f"{name}: native sparse attention"):
+            model.generate(ids, **options, **{name: True})
+        model(ids, **{name: False})
+    with pytest.raises(TypeError, match=r"past_key_values: expected .*, got Dynamic"):
+        model.generate(ids, **options, past_key_values=transformers.DynamicCache())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("networkx", reason="networkx is not installed (the patterns extra)")
 pytest.importorskip("scipy", reason="scipy is not installed (the patterns extra)")
@@ -95,6 +96,17 @@ def test_a_layout_is_made_once_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> 
         edges.copy_(edges.flip(0))
         first(torch.randn(32, 4), edges)
     assert len(layout._layouts[edges]) == 1, "layouts of what it held before are gone"
+
+
+def test_a_compiled_layer_lays_graphs_out_on_the_host() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    layer, x = GraphAttention(3, 4, block_size=16), torch.randn(40, 3)
+    compiled = torch.compile(layer, backend=counter)
+    for _ in range(2):
+        edges = torch.randint(40, (2, 120))
+        torch.testing.assert_close(compiled(x, edges), layer(x, edges))
+    assert counter.frame_count <= 4
 
 
 def test_graphs_of_inference_mode() -> None:

@@ -217,6 +217,8 @@ def test_a_model_trains_through_its_patterns() -> None:
 REFUSED: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("samples: expected some of the same queries, keys, heads and KV heads, got", [], {}),
     ("samples: expected some of the same queries, keys", [(Q, K, V), (Q[:, 1:], K, V)], {}),
+    ("samples: expected some queries, got q of shape .0, ", [(Q[:0], K[:0], V[:0])], {}),
+    (r"samples: expected some queries, got q of shape .\d, 0, ", [(Q[:, :0], K, V)], {}),
     ("q: expected shape", [(Q[0], K, V)], {}),
     ("k: expected shape", [(Q, K[..., :4], V)], {}),
     ("q: expected a multiple of num_kv_heads=2", [(Q[:, :, :3], K, V)], {}),
@@ -243,3 +245,6 @@ def test_a_model_needs_batches_of_one_length() -> None:
     for batches in ([], [tiny.tokens(1, 40), tiny.tokens(1, 50)]):
         with pytest.raises(ValueError, match="batches: expected texts of one length, got"):
             learn_model_patterns(tiny.make_model(), batches, block_size=16, sparsity=0.5)
+    for ids in (tiny.tokens(1, 40)[0], tiny.tokens(1, 40)[:0]):
+        with pytest.raises(ValueError, match=r"batches: expected token ids \[B, N\], got shape"):
+            learn_model_patterns(tiny.make_model(), [ids], block_size=16, sparsity=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,12 @@ def test_pruning_keeps_the_heaviest_blocks_and_every_row(
         assert kept[p].sum() == min(count, int(mask[p].sum()))
         rest, dropped = mass[p][kept[p] & ~fixed[p]], mass[p][mask[p] & ~kept[p]]
         assert not rest.numel() or not dropped.numel() or rest.min() >= dropped.max()
+
+
+def test_weights_keep_no_graph() -> None:
+    mass = torch.ones(4, 4, requires_grad=True) * 2
+    pattern = BlockSparsePattern.from_mask(TRIANGLE, 16, mass=mass)
+    assert torch.equal(copy.deepcopy(pattern).mass()[0], 2.0 * TRIANGLE)
 
 
 def test_pruning_carries_the_weights() -> None:
@@ -350,6 +357,8 @@ def test_shown(count: int, tmp_path: Path) -> None:
     assert (tmp_path / "p.png").stat().st_size > 1000
     chosen = learned(count, 6, 6).show([count - 1])
     assert chosen.axes[0].get_title().startswith(f"pattern {count - 1}: ")
+    with pytest.raises(ValueError, match="shape: expected blocks to draw, got"):
+        learned(count, 6, 6).crop((0, 6)).show()
 
 
 def test_listed_blocks_show_and_others_do_not() -> None:

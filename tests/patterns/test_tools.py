@@ -177,6 +177,7 @@ def test_convert_command(file: Path, tmp_path: Path) -> None:
             ["learn", "m", "--out", "x", "--windows", "--pooled"],
             "error: --windows: expected neither",
         ),
+        (["learn", "m", "--out", "x.safetensors", "--block-size", "0"], "error: block_size: exp"),
         (["learn", "m", "--out", "x", "--windows", "--window", "2"], "error: --windows: expected"),
         (["learn", "m", "--out", "x", "--windows", "--measure", "l1"], "error: --windows: expec"),
         (

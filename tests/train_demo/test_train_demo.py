@@ -157,6 +157,13 @@ def test_bad_options_are_refused_before_anything_is_trained(tmp_path: Path) -> N
         (("--model", "sparse"), "--model: expected nsa or dense, got dense, sparse"),
         (("--device", "tpu"), "device: expected auto, cuda or cpu, got 'tpu'"),
         (("--out", str(tmp_path / "file")), "File exists"),
+        (("--context-parallel", "3"), "--context-parallel: expected 1, 2, 4, 8 or 16, got 3"),
+        (("--context-parallel", "0"), "--context-parallel: expected 1, 2, 4, 8 or 16, got 0"),
+        (
+            ("--context-parallel", "4", "--max-length", "66"),
+            "--max-length: expected a multiple of 8",
+        ),
+        (("--seed", str(10**11)), "--seed"),
     ):
         wrong = CliRunner().invoke(app, [*options, *changed])
         assert wrong.exit_code == 2, wrong.output

@@ -137,6 +137,19 @@ def test_sinks_move_by_the_frequencies_of_the_text_so_far(kind: str, copied: boo
     assert torch.equal(layer.keys[..., :4, :], wanted)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_cache_can_be_made_while_the_model_trains(recomputed: bool) -> None:
+    model = make_model(attention_dropout=0.5).train()
+    configure(model, mode="sink_window", num_sink=2, window_size=8, dense_below=0)
+    if recomputed:
+        model.gradient_checkpointing_enable()
+    model.model.layers[0].mlp.eval()
+    cache = SinkWindowCache(model)
+    assert [layer.rotary.inv_freq is not None for layer in cache.layers] == [True, True]
+    modules = model, model.model.layers[1].mlp, model.model.layers[0].mlp
+    assert [x.training for x in modules] == [True, True, False]
+
+
 def test_keys_that_turn_otherwise_are_refused() -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2)
@@ -180,6 +193,22 @@ def test_padding_is_refused_once_keys_are_dropped() -> None:
         model.generate(
             ids, attention_mask=mask, max_new_tokens=3, past_key_values=SinkWindowCache(model)
         )
+
+
+def test_masks_that_no_layer_uses_do_not_matter() -> None:
+    """Qwen2-MoE makes the mask of sliding layers for models that have none."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    configure(model, mode="sink_window", num_sink=2, window_size=6, dense_below=0)
+    ids, options = tokens(2, 20), {"max_new_tokens": 8, "do_sample": False}
+    cache = SinkWindowCache(model, move_sinks=False)
+    found = model.generate(ids, past_key_values=cache, **options)
+    assert torch.equal(found, model.generate(ids, **options))
 
 
 def test_cache_can_be_reset_but_not_cropped() -> None:

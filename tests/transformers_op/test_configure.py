@@ -104,3 +104,20 @@ def test_masks_are_eagers_for_models_that_read_them() -> None:
         with torch.no_grad():
             found.append(model(ids, attention_mask=mask).logits[mask.bool()])
     assert (found[1] - found[0]).abs().max() < 1e-5
+
+
+def test_variables_that_change_count_from_the_next_configure_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = make_model(attn_implementation="sparsek"), tokens(1, 40)
+    monkeypatch.setenv("SPARSEK_MODE", "sink_window")
+    monkeypatch.setenv("SPARSEK_DENSE_BELOW", "0")
+    monkeypatch.setenv("SPARSEK_NUM_SINK", "1")
+    found = []
+    for window in (4, 16):
+        monkeypatch.setenv("SPARSEK_WINDOW_SIZE", str(window))
+        assert sparsek.configure(model).window_size == window
+        found.append(logits(model, "sparsek", ids))
+    sparsek.configure(model, **{**WINDOW, "window_size": 16})
+    assert torch.equal(found[1], logits(model, "sparsek", ids))
+    assert not torch.equal(*found)

@@ -118,6 +118,15 @@ def test_invalid_masks() -> None:
         SparseKAttention(causal=True)(q, k, v, ab.LowerTriangularMask())
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(), (3,)], ids=["3-D", "4-D"])
+def test_masks_of_another_shape(heads: tuple[int, ...], causal: bool) -> None:
+    module, wide = SparseKAttention(causal=causal), (1,) * max(len(heads), 1)
+    for shape in ((12, 20), (5, 20, 20), (2, *wide, 20, 7), (1, 1, 1, 1, 20, 20)):
+        with pytest.raises(ValueError, match=r"att_mask: expected a shape that .* \[2, "):
+            module(*_inputs(*heads), torch.ones(shape, dtype=torch.bool))
+
+
 def test_contract_of_the_components_package() -> None:
     module = SparseKAttention()
     assert isinstance(module, torch.nn.Module)

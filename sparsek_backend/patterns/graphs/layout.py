@@ -107,6 +107,8 @@ _Known = tuple[object, torch.Tensor | None, GraphLayout]
 _layouts: MutableMapping[torch.Tensor, dict[_Key, _Known]] = WeakTensorKeyDictionary()
 
 
+# A layout is made on the host, between compiled graphs.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def known_layout(
     edge_index: torch.Tensor,
     num_nodes: int,

@@ -30,6 +30,7 @@ from sparsek_backend.patterns.tools.page import COLUMNS, write_page
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
 from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions
 from sparsek_backend.patterns.training.pruning import Pruning
+from sparsek_kernels.block_sparse.structure import check_block_size
 
 app = commands("Block-sparse patterns: learn, show, measure, convert.")
 File = Annotated[Path, typer.Argument(help="A pattern file (.safetensors, or .npz of scipy).")]
@@ -102,6 +103,8 @@ def learn(
         check_each("--preset", [goal.preset], PRESETS)
         check_each("--heads", [way.heads], get_args(Heads))
         check_each("--measure", [way.measure], get_args(Measure))
+        if goal.block_size is not None:
+            check_block_size(goal.block_size)
         preset, heads, measure = goal.preset, cast(Heads, way.heads), cast(Measure, way.measure)
         shared = goal.pooled or goal.model_budget or goal.by_distance
         unread = goal.window != 1 or measure != "l2"

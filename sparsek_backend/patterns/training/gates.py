@@ -103,7 +103,7 @@ def gated_attention(
     logs = logs.repeat_interleave(num_heads // logs.shape[0], 0).transpose(0, 1)  # [R, Hq, C]
     logs = logs.repeat_interleave(size, 0)[: q.shape[1]]  # [N, Hq, C]
     block = torch.arange(k.shape[1], device=k.device) // size
-    column = F.one_hot(block, columns)[:, None]  # [M, 1, C]
+    column = block[:, None, None] == torch.arange(columns, device=k.device)  # [M, 1, C]
     wide_q, wide_k = (
         torch.cat([x, more.to(x.dtype).expand(*x.shape[:3], columns)], 3)
         for x, more in ((q, logs / scale), (k, column))

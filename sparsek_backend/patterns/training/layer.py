@@ -28,6 +28,9 @@ class SparseAttentionLayer(torch.nn.Module):
         bias: whether the projections have biases.
         importance: how the importance of blocks is measured.
         gates: train a gate for every block, by whose probability the pattern is pruned.
+
+    Raises:
+        ValueError: sizes that do not fit together; the message names the argument.
     """
 
     def __init__(
@@ -47,8 +50,12 @@ class SparseAttentionLayer(torch.nn.Module):
         gates: bool = False,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_kv_heads or num_heads
-        self.head_dim = head_dim or hidden_size // num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if rope_theta is not None and self.head_dim % 2:
+            raise ValueError(
+                f"head_dim: expected an even size with a rotary embedding, got {self.head_dim}"
+            )
         self.rope_theta = rope_theta
         wide, narrow = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = torch.nn.Linear(hidden_size, wide, bias=bias)

@@ -175,6 +175,8 @@ class LearnedPattern(torch.nn.Module):
         )  # fmt: skip
         self.tracker.add(mass.unflatten(0, (self.keep.shape[0], -1)).mean(1))
 
+    # Batches are counted and patterns kept on the host, between compiled graphs.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None
     ) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.patterns import BlockSparsePattern
@@ -229,6 +230,42 @@ def test_gates_weigh_their_blocks() -> None:
     assert torch.autograd.gradcheck(
         lambda *x: gated_attention(x[0], x[1], x[2], two, x[3]), (*small, edge)
     )
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_a_compiled_layer_is_compiled_once(gates: bool) -> None:
+    torch._dynamo.reset()
+    counter, counts = CompileCounter(), []
+    layer = SparseAttentionLayer(32, 2, 64, 16, gates=gates)
+    compiled = torch.compile(layer, backend=counter)
+    scheduler = PatternScheduler(layer, SparsitySchedule(0.5, end=2, every=1))
+    for _ in range(3):
+        compiled(torch.randn(1, 64, 32)).sum().backward()
+        scheduler.step()
+        counts.append(counter.frame_count)
+    assert counts == [2, 2, 2]  # before the pattern and after it
+    if not gates:
+        assert int(layer.attention.tracker.added) == 3
+    x = torch.randn(1, 64, 32)
+    assert torch.equal(compiled.eval()(x), layer.eval()(x))
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_inputs_without_tokens_or_sequences(gates: bool) -> None:
+    layer = SparseAttentionLayer(32, 2, 64, 16, gates=gates)
+    for shape in ((2, 0, 32), (0, 64, 32)):
+        x = torch.randn(shape, requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape
+
+
+def test_odd_heads_cannot_turn() -> None:
+    with pytest.raises(ValueError, match="num_kv_heads=0"):
+        SparseAttentionLayer(64, 4, 64, 16, num_kv_heads=0)
+    with pytest.raises(ValueError, match="head_dim: expected an even size with"):
+        SparseAttentionLayer(60, 4, 64, 16, rope_theta=1e4)
+    assert SparseAttentionLayer(60, 4, 64, 16)(torch.randn(1, 64, 60)).shape == (1, 64, 60)
 
 
 def test_draws_of_gates() -> None:
