@@ -6,9 +6,9 @@ FlashAttention's own eager and compiled runs: a token may differ only where the 
 holds ours for as good as FlashAttention's.  Logits are computed in float32: most of this model's
 largest are between 16 and 32, where bf16 has multiples of 0.125 alone.  Schedules of SPARSEK are
 compared in fp32.  There a last bit may still decide which tokens a sample draws, so that one answer
-may part at a tie; benchmarks/soak.py holds batch-invariant engines to equal ones.  An fp8 cache turns the last bit of a key into a
-sixteenth of it, and so on from layer to layer: runs with it are held to what fp8 costs, each as
-near to the fp32 cache as the plain run.
+may part at a tie; benchmarks/soak.py holds batch-invariant engines to equal ones.  An fp8 cache
+turns the last bit of a key into a sixteenth of it, and so on from layer to layer: runs with it are
+held to what fp8 costs, each as near to the fp32 cache as the plain run.
 """
 
 from __future__ import annotations
