@@ -187,15 +187,20 @@ def sdpa_with_bias(
 ) -> torch.Tensor:
     """Output of torch's SDPA under a bias ``[B, H, N, M]`` and a visibility mask ``[N, M]``.
 
-    A query that sees no key gives zeros.
+    A query that sees no key gives zeros. There is a key at least.
     """
     # SDPA takes one dtype: in fp16 a bias of -1e9 would be -inf, one of 1e9 NaN.
     dtype = torch.promote_types(q.dtype, bias.dtype)
-    mask = bias.to(dtype)
+    mask = bias[: 1 if bias.stride(0) == 0 else None, : 1 if bias.stride(1) == 0 else None].to(
+        dtype
+    )
     if seen is not None:
         mask = mask.masked_fill(~seen, float("-inf"))
+    # On a GPU it multiplies logits by log2(e): rows near the largest number count from their top.
+    top = mask.amax(dim=-1, keepdim=True)
+    far = top.isfinite() & (top.abs() > torch.finfo(dtype).max / 2)
+    mask = mask - top.masked_fill(~far, 0.0)
     rows, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(_REPRODUCIBLE):
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
-    empty = (mask == float("-inf")).all(dim=-1, keepdim=True)
-    return out.masked_fill(empty, 0.0).transpose(1, 2).to(q.dtype)
+    return out.masked_fill(top.isneginf(), 0.0).transpose(1, 2).to(q.dtype)

@@ -141,7 +141,7 @@ def _dense_forward(
     bias, scale = _fold_bias(plan), inp.scale_float
     seed = torch.randint(1 << 62, (), dtype=torch.int64) if inp.p != 0.0 else None
     pieces = list(_pieces(plan, q.shape[1], k.shape[1]))
-    if not needs_lse and seed is None and bias is not None:
+    if not needs_lse and seed is None and bias is not None and k.shape[1]:
         causal, shift, window, sinks = pieces[0][2]
         seen = None
         if causal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from tests.xformers_op.cases import DEVICES, TOLERANCE, ab, assert_close, fmha, inputs
 
-from sparsek_backend.xformers_op import BwOp, FwOp, SparseKAttention  # isort: skip
+from sparsek_backend.xformers_op import BwOp, FwOp, SparseKAttention, dense  # isort: skip
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -51,6 +52,39 @@ def test_weights_of_whole_rows_add_up_to_one(
     dv = torch.autograd.grad(found, v, upstream)[0]
     wanted = upstream.double().sum(1)  # a row hands its whole gradient to the values
     assert (dv.double().sum(1) - wanted).abs().max() < 20 * TOLERANCE[dtype]
+
+
+def _in_base_two(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """SDPA as torch's kernel on a GPU has it: of logits times log2(e), in fp32."""
+    assert attn_mask.shape[:2] == (1, 1), "a bias is not copied for each batch entry and head"
+    logits = ((q @ k.mT).float() * scale + attn_mask) * math.log2(math.e)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp2()
+    return (weights / weights.sum(-1, keepdim=True)).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("bias_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_biases_do_not_overflow_in_base_two(
+    dtype: torch.dtype, bias_dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(10, 40, batch=2, dtype=dtype, device=device)
+    limit = torch.finfo(bias_dtype).max
+    mixed = torch.zeros(1, 1, 2, 40, dtype=bias_dtype, device=device)
+    mixed[..., 10:], mixed[..., 1, :10] = -limit, limit  # only the first ten keys have weights
+    bias = torch.cat([_whole_rows(bias_dtype, device)[:, :1], mixed], 2).expand(2, 3, 10, 40)
+    v.fill_(1.0)
+    v[:, 10:, :, 1] = 0.0
+    monkeypatch.setattr(dense.F, "scaled_dot_product_attention", _in_base_two)
+    out = _attend(q, k, v, bias).double()
+    assert (out[..., 0] - 1.0).abs().max() < TOLERANCE[dtype]
+    assert (out[:, -2:, :, 1] - 1.0).abs().max() < TOLERANCE[dtype]
+
+
+def test_a_bias_without_keys(device: str) -> None:
+    q, k, v = inputs(3, 0, device=device)
+    assert torch.equal(_attend(q, k, v, torch.zeros(1, 3, 3, 0, device=device)), q * 0.0)
 
 
 def _eager(
