@@ -22,8 +22,17 @@ requires_cpu_vllm = pytest.mark.skipif(
 )
 
 
-KV_CACHE = 128 << 20
-"""Bytes of KV pages of an engine on a CPU, which clears them first: a GiB takes longest of all."""
+def memory_of_engine() -> dict[str, int | float]:
+    """Options of an engine that takes little memory, and starts beside others.
+
+    A GPU need not have much left: vLLM asks for a share of it to be free, of which it takes the
+    pages alone. On a CPU it clears them first: a GiB takes longest of all.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return {"kv_cache_memory_bytes": 128 << 20}
+    return {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.01}
 
 
 @functools.cache
@@ -91,12 +100,10 @@ def engine(
         "max_num_seqs": 8,
         "dtype": "float32",
         "seed": 0,
+        **memory_of_engine(),
         **options,
     }
-    changing = nullcontext
-    if current_platform.is_cpu():
-        changing = quickly
-        options.setdefault("kv_cache_memory_bytes", KV_CACHE)
+    changing = quickly if current_platform.is_cpu() else nullcontext
     with changing():
         try:
             llm = LLM(
@@ -150,8 +157,7 @@ def generate_by_both(
         attention_backend="SPARSEK",
         additional_config={"sparsek": settings},
         data_parallel_size=2,
-        kv_cache_memory_bytes=KV_CACHE,
-        **{"enforce_eager": True, "dtype": "float32", "seed": 0, **options},
+        **{"enforce_eager": True, "dtype": "float32", "seed": 0, **memory_of_engine(), **options},
     )
     params = SamplingParams(
         temperature=0,

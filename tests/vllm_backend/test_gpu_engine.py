@@ -30,7 +30,6 @@ LENGTHS = (
 PROBE = LENGTHS.index(1500)
 LIMITS: dict[str, Any] = {
     "max_model_len": 4096,
-    "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 4 << 30,
 }
 BUDGET_OVER_CONTEXT = {"dense_below": 0, "top_k": 64, "decode_tokens": 4096}

@@ -21,8 +21,6 @@ TIE = 0.01
 """Logprob gap within which two tokens are a tie in fp32."""
 LIMITS: dict[str, Any] = {
     "max_model_len": 4096,
-    "gpu_memory_utilization": 0.1,
-    "kv_cache_memory_bytes": 1 << 30,
     "skip_tokenizer_init": True,
 }
 VARIANTS: dict[str, NSALlamaConfig] = {

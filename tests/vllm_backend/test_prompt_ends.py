@@ -229,20 +229,17 @@ def prompts() -> list[list[int]]:
     ]
 
 
-GPU: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-
-
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("0", {}), id="first"),
-        pytest.param(("1", GPU), marks=pytest.mark.gpu, id="second"),
+        pytest.param("0", id="first"),
+        pytest.param("1", marks=pytest.mark.gpu, id="second"),
     ],
 )
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An engine by each of vLLM's model runners, of which the second needs a GPU."""
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-    version, options = request.param
+    version = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", version)
         with engine(
@@ -254,7 +251,6 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             block_size=64,
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
-            **options,
         ) as llm:
             modules = {kind.__module__ for kind in type(model_runner(llm)).__mro__}
             assert ("vllm.v1.worker.gpu.model_runner" in modules) == (version == "1")

@@ -57,8 +57,6 @@ LIMITS: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 512,
     "skip_tokenizer_init": True,
-    "gpu_memory_utilization": 0.05,
-    "kv_cache_memory_bytes": 1 << 30,
 }
 
 
