@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -162,14 +161,15 @@ def test_a_call_waits_for_one_on_another_stream() -> None:
     wanted = attend(problem.batch)
     torch.cuda.synchronize()
     for batch in (replace(problem.batch, _derived={}), problem.batch):  # launched, then replayed
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(one):
             torch.cuda._sleep(1 << 30)
             first = attend(batch)
+            before.record()
         with torch.cuda.stream(other):
             second = attend(batch)
-        ended = other.record_event()
-        time.sleep(0.05)
-        assert not ended.query()
+            after.record()
         torch.cuda.synchronize()
+        assert before.elapsed_time(after) > 0
         torch.testing.assert_close(first, wanted, rtol=0, atol=0)
         torch.testing.assert_close(second, wanted, rtol=0, atol=0)
