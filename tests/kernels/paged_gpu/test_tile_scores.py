@@ -17,6 +17,7 @@ from tests import processes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+ALL = [*PORTABLE, *(case for case in HOPPER if case not in PORTABLE)]
 SMALL = Case("small", [(70, 500), (80, 600)], 1, 1, 16)
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="interpreted where there is no GPU"
@@ -51,7 +52,7 @@ def test_batches_are_of_nearly_one_size(count: int, room: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", [*PORTABLE, *HOPPER], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_on_the_gpu(case: Case, dtype: torch.dtype) -> None:
     worst, compared = check(case, dtype, "cuda")
     assert compared
