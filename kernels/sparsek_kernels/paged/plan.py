@@ -129,8 +129,9 @@ def plan_step(
 
     The ends of prompts that are not dense, which ``dense_last`` lets attend everything, come again
     as one dense segment after all others: also of prompts whose last tokens are so few that they
-    count as a decode, and all such tokens where prompts are dense.  A prompt by records comes token
-    by token.
+    count as a decode, and all such tokens where prompts are dense.  A sparse prompt without sparse
+    neighbours leaves out the tiles that its end replaces.  A prompt by records comes token by
+    token.
 
     Args:
         batch: the step.
@@ -265,10 +266,10 @@ def _segments(
 def _rows_kept(
     batch: PagedBatch, rule: SelectionPolicy, members: list[int], ends: dict[int, tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
-    """The rows of a prompt that is alone up to the tiles that its dense end replaces, if any.
+    """The rows of a prompt alone up to the tiles that its dense end replaces; none: keep them all.
 
     Where that end begins inside a tile, the tile keeps its queries: all of them choose for it.
-    Of several prompts all rows stay, since those of one would have to be gathered.
+    Several prompts keep their rows, which would have to be gathered.
     """
     (request, *others), known = members, batch.seq_lens_host
     count, (begin, end) = batch.query_lens[request], ends[request]
