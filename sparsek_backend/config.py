@@ -301,16 +301,21 @@ def check_values(
 def _given(
     additional: object, environ: Mapping[str, str], source: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what the user set, and the source of every field."""
+    """Return what the user set, and the source of every field; ``None`` sets what it stands for."""
     values: dict[str, Any] = {}
     sources = dict.fromkeys(FIELD_NAMES, DEFAULTS)
     for place, found in (
         *_environment_settings(environ).items(),
         *_section_settings(additional, source).items(),
     ):
-        values |= found
-        sources |= dict.fromkeys(found, place)
+        told = {x: y for x, y in found.items() if y is not None or _default(x) is not None}
+        values |= told
+        sources |= dict.fromkeys(told, place)
     return values, sources
+
+
+def _default(name: str) -> object:
+    return SparsityConfig.model_fields[name].default
 
 
 def _validated(values: Mapping[str, Any], sources: Mapping[str, str]) -> SparsityConfig:
@@ -447,7 +452,7 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
     """One sentence per invalid field, joined."""
     return "; ".join(
         f"SPARSEK setting {name} (from {sources[name]}): {text}; remedy: correct or remove it "
-        f"(default {SparsityConfig.model_fields[name].default!r})"
+        f"({'not set by default' if _default(name) is None else f'default {_default(name)!r}'})"
         for name, text in ((path.split(".")[0], text) for path, text in invalid_fields(error))
     )
 

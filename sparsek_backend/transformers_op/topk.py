@@ -77,6 +77,8 @@ def _paged(
     k_cache, v_cache, summary, table = pages_of(k, v, page_size, write_summary=by_records)
     lengths = (num_k,) * batch
     described = batch_of_lengths(table, (num_q,) * batch, lengths, decodes=batch if decodes else 0)
+    if not decodes:  # as where gradients are asked for (split_queries)
+        described = replace(described, prompt_left_host=(0,) * batch)
     if indexers.written_once is not None:
         every = batch_of_lengths(table, lengths, lengths)
         write_index(k_cache, v_cache, summary, every, policy.decode, indexers.written_once)

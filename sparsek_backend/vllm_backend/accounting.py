@@ -49,12 +49,13 @@ def attended_by_requests(
     first = np.repeat((seq_lens - query_lens)[:cut], query_lens[:cut])
     of_decodes = policy.decode.attended_tokens(decodes, first).sum()
     of_prompts = prefill.attended_tokens(prefills).sum()
-    left = np.array(prompt_left or (0,) * len(seq_lens), dtype=np.int64)
+    left = None if prompt_left is None else np.array(prompt_left, dtype=np.int64)
     if prefill.dense_last:
-        begin, end = prefill.last_rows(query_lens[cut:], seq_lens[cut:], left[cut:])
+        after = None if left is None else left[cut:]
+        begin, end = prefill.last_rows(query_lens[cut:], seq_lens[cut:], after)
         last = query_positions((seq_lens - query_lens)[cut:] + end, end - begin)
         of_prompts += (last + 1 - prefill.attended_tokens(last)).sum()
-    if prompt_left is not None and policy.of_ends.dense_last:
+    if left is not None and policy.of_ends.dense_last:
         begin, end = policy.of_ends.last_rows(query_lens[:cut], seq_lens[:cut], left[:cut])
         last = query_positions((seq_lens - query_lens)[:cut] + end, end - begin)
         first = np.repeat((seq_lens - query_lens)[:cut], end - begin)

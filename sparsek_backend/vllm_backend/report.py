@@ -24,7 +24,8 @@ EAGER_NORMS = (
 
 NO_PROMPT_LENGTHS = (
     "SPARSEK: vLLM does not say how long the prompts of a step are (an unknown version, or "
-    "micro-batches): dense_last counts from the end of every chunk of a prompt, which costs time"
+    "micro-batches): dense_last counts from the end of every chunk of a prompt, which costs time, "
+    f"and is {LAST_TOKENS} where it is not set"
 )
 """Said once where the ends of chunks are attended as if they were ends of prompts."""
 

@@ -71,7 +71,7 @@ def test_shares_are_what_the_backend_counts(text: str, length: int) -> None:
 
     budget = parse_budget(text)
     one, dense = np.array([length]), StepPolicy.of(SelectionPolicy())
-    count = attended_by_requests(budget.policy(), one, one, 0)
+    count = attended_by_requests(budget.policy(), one, one, 0, (0,))
     every = attended_by_requests(dense, one, one, 0)
     assert budget.prefill_share(length) == count.prefill / every.prefill
     longer, single = one + 1, np.array([1])

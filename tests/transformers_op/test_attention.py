@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,20 @@ def test_training_attends_what_inference_attends(query_tile: int, dense_last: in
         assert dense < TOLERANCE
     else:
         assert dense > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_a_part_of_the_sequence_is_its_dense_end(gradient: bool) -> None:
+    policy = SelectionPolicy(num_sink=16, window_size=16, top_k=1, dense_last=999, last_part=3)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 300, heads, 16, requires_grad=gradient) for heads in (6, 2, 2))
+    found, sparse, dense = (
+        sequences.attend(q, k, v, topk.AttentionRule(StepPolicy.of(rule), 0.25, None))
+        for rule in (policy, replace(policy, dense_last=0), SelectionPolicy())
+    )
+    assert _worst(found[:, :200], sparse[:, :200]) < TOLERANCE
+    assert _worst(found[:, 200:], dense[:, 200:]) < TOLERANCE
+    assert _worst(found[:, 190:200], dense[:, 190:200]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ policies = st.one_of(
         top_k=st.sampled_from([0, 1, 2, 7, 32]),
         sel_block_size=st.sampled_from([16, 32, 64, 128]),
         dense_below=st.sampled_from([0, 1, 100, 1024]),
-        dense_last=st.sampled_from([0, 1, 64]),
+        dense_last=st.sampled_from([0, 1, 64, 1024]),
         query_tile=st.sampled_from([1, 16, 64, 100]),
+        last_part=st.sampled_from([0, 8, 16]),
     ),
 )
 
@@ -53,8 +54,11 @@ def test_batches(
     for index, (before, new, left) in enumerate(requests):
         rule = step.decode if index < decodes else step.prefill
         prompt = before + new + (left if known else 0)
+        count, part = step.prefill.dense_last, step.prefill.last_part
+        if part:
+            count = min(count, max(64, prompt // part) if known else 64)
         for position in range(before, before + new):
-            last = prompt - step.prefill.dense_last <= position < prompt
+            last = prompt - count <= position < prompt
             last &= known or index >= decodes
             first = before if index < decodes else None  # of what decoded tokens share
             keys = position + 1 if last else rule.attended_tokens(position, first)

@@ -151,6 +151,24 @@ def test_batch_invariance_selects_per_token(section: dict[str, Any] | None) -> N
     assert policy.decode == usual.config.policy_for(0).decode
 
 
+def test_null_leaves_out_what_has_no_default() -> None:
+    for given in ({"dense_last": None}, {"mode": "sink_window", "dense_last": None}):
+        resolved = resolve_config(given, {"SPARSEK_PATTERN": " "})
+        assert resolved.sources["dense_last"] == "defaults"
+    for environ in ({"SPARSEK_DENSE_LAST": "null"}, {"SPARSEK_DENSE_LAST": ""}):
+        assert resolve_config(None, environ, batch_invariant=True).config.dense_last == 0
+    with pytest.raises(ConfigError, match=r"top_k .*a valid integer, got None.*default 96"):
+        resolve_config({"top_k": None}, {})
+    with pytest.raises(ConfigError, match=r"DENSE_LAST.*got 'None'; .* \(not set by default"):
+        resolve_config(None, {"SPARSEK_DENSE_LAST": "None"})
+
+
+@pytest.mark.parametrize(("text", "last", "part"), [("64", 64, 0), ("0", 0, 0), ("", 1024, 16)])
+def test_the_variable_of_a_prompts_end(text: str, last: int, part: int) -> None:
+    prefill = resolve_config(None, {"SPARSEK_DENSE_LAST": text}).config.policy_for(0).prefill
+    assert (prefill.dense_last, prefill.last_part) == (last, part)
+
+
 def test_batch_invariance_takes_what_agrees_with_it() -> None:
     settings = {"query_tile": 1, "dense_last": 0}
     assert resolve_config(settings, {}, batch_invariant=True).config.query_tile == 1

@@ -48,7 +48,7 @@ SPARSE = {
     "decode_tokens": 96,
     "query_tile": 32,
 }
-LENGTHS = (700, 531, 40, 300)
+LENGTHS = (1468, 531, 40, 300)  # the first one's dense end is 91 tokens, the others' 64
 
 
 @pytest.fixture
@@ -139,8 +139,12 @@ def test_where_vllm_does_not_say_chunks_count_and_a_warning_says_so(
     builder.engine.prompt_lengths = np.array([900]) if splits else None
     builder.build(0, make_step([300], [1], 8))
     assert warnings == []
-    assert builder.build(0, make_step([400], [100], 64)).batch.prompt_left_host is None
+    metadata = builder.build(0, make_step([4000], [200], 64))
+    assert metadata.batch.prompt_left_host is None
     assert warnings == [NO_PROMPT_LENGTHS]
+    rule = builder.policies.copy().popitem()[0].prefill
+    sparse = sum(rule.attended_tokens(position) for position in range(3800, 3936))
+    assert metadata.attended.prefill == sparse + sum(range(3937, 4001))  # 64, and no sixteenth
 
 
 def test_layers_without_dense_ends_ask_nothing(tmp_path: Path, warnings: list[str]) -> None:
@@ -246,8 +250,8 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             folder,
             "SPARSEK",
             SPARSE,
-            max_model_len=1200,
-            max_num_batched_tokens=1200,
+            max_model_len=1600,
+            max_num_batched_tokens=1600,
             block_size=64,
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
@@ -268,7 +272,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     def spying(self: Any, common: Any) -> Any:
         metadata = assemble(self, common)
         batch = metadata.batch
-        requests = zip(metadata.seq_lens, batch.query_lens, batch.prompt_left, strict=True)
+        requests = zip(metadata.seq_lens, batch.query_lens, batch.prompt_left_host, strict=True)
         found.extend(list(requests)[batch.num_decodes :])
         return metadata
 
@@ -323,8 +327,8 @@ def test_steps_know_what_is_left_of_prompts(
     ]
     assert cut == whole
     prefills.clear()
-    attended(llm, prompts[:1])  # whose first ten pages are cached
-    assert prefills == [(700, 60, 0)]
+    attended(llm, prompts[:1])  # whose first 22 pages are cached
+    assert prefills == [(1468, 60, 0)]
 
 
 @pytest.mark.engine
@@ -347,7 +351,7 @@ def test_answers_that_are_computed_again_are_no_ends_of_prompts(
 def test_chunks_are_answered_as_whole_prompts(
     llm: Any, prompts: list[list[int]], chunk: int
 ) -> None:
-    """Chunks end where tiles do: 28 tokens and 19 are left for the last ones, as part of 64."""
+    """Chunks end where tiles do: 28 tokens and 19 are left for the last ones, of 91 and 64."""
     assert llm.reset_prefix_cache()
     whole, _ = attended(llm, prompts)
     assert llm.reset_prefix_cache()
@@ -408,7 +412,7 @@ def test_speculation_knows_what_is_left_of_prompts(
     draft.mkdir()
     model = make_tiny_model("llama", model)
     options = {"max_num_batched_tokens": 128, **speculation(method, model, draft)}
-    limits = {"max_model_len": 1200, "block_size": 64, "skip_tokenizer_init": True}
+    limits = {"max_model_len": 1600, "block_size": 64, "skip_tokenizer_init": True}
     with (
         engine(model, "SPARSEK", SPARSE, **limits, **options) as llm,
         preempting_all(llm, step=20) as counter,

@@ -39,7 +39,8 @@ class PagedBatch:
             :attr:`query_lens` waits for the device.
         prompt_left_host: tokens of each request's prompt that come after its new tokens, on the
             host; below 0 the tokens that follow the prompt, as in decodes, and where answers are
-            computed again.  ``None``: every prefill ends its prompt, and no decode is of one.
+            computed again.  ``None``: nobody knows (:meth:`SelectionPolicy.last_rows`); no decode
+            is of a prompt.
         first_row: ``cu_seqlens_q[0]``; above 0 in a :meth:`part` of a batch.
         rotation: ``[positions, D]`` float32, by which positions have turned queries and keys: D/2
             cosines, then as many sines.  Where it is given, InfLLM-v2's scores are of queries and
@@ -78,11 +79,6 @@ class PagedBatch:
         if self.query_lens_host is not None:
             return self.query_lens_host
         return self.derived("query lens", lambda: tuple(self.cu_seqlens_q.diff().tolist()))
-
-    @property
-    def prompt_left(self) -> tuple[int, ...]:
-        """Tokens of each request's prompt that come after its new tokens (prompt_left_host)."""
-        return (0,) * self.num_requests if self.prompt_left_host is None else self.prompt_left_host
 
     @property
     def num_prefill_tokens(self) -> int:

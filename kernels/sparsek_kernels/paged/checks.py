@@ -162,10 +162,11 @@ def _checked_rows(batch: PagedBatch, num_pages: int, page_size: int, first_page:
     check_tensor("block_table", batch.block_table, ("R", "max_pages"), integers)
     check_tensor("seq_lens", batch.seq_lens, ("R",), integers)
     check_tensor("cu_seqlens_q", batch.cu_seqlens_q, ("R + 1",), integers)
-    if len(batch.prompt_left) != batch.num_requests:
+    left = batch.prompt_left_host
+    if left is not None and len(left) != batch.num_requests:
         raise ValueError(
             f"prompt_left_host: expected None, or a number for each of {batch.num_requests} "
-            f"requests, got {len(batch.prompt_left)}"
+            f"requests, got {len(left)}"
         )
     counts, lengths = batch.query_lens, batch.seq_lens_host
     if lengths is None and batch.seq_lens.device.type == "cpu":

@@ -129,8 +129,9 @@ def plan_step(
 
     The ends of prompts that are not dense, which ``dense_last`` lets attend everything, come again
     as one dense segment after all others: also of prompts whose last tokens are so few that they
-    count as a decode, and all such tokens where prompts are dense.  A prompt by records comes token
-    by token.
+    count as a decode, and all such tokens where prompts are dense.  A sparse prompt without sparse
+    neighbours leaves out the tiles that its end replaces.  A prompt by records comes token by
+    token.
 
     Args:
         batch: the step.
@@ -227,7 +228,8 @@ def _segments(
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
     counts = batch.query_lens
     whole = everything(of_prompts)
-    prefills, left = range(batch.num_decodes, batch.num_requests), batch.prompt_left
+    prefills = range(batch.num_decodes, batch.num_requests)
+    left = batch.prompt_left_host or (None,) * batch.num_requests
     ends = {r: of_prompts.last_rows(counts[r], lengths[r], left[r]) for r in prefills}
 
     def is_sparse(request: int) -> bool:
@@ -248,13 +250,34 @@ def _segments(
         if sparse and alone:
             found += tokens_alone(part, rule)
             continue
-        found.append(Segment(part, rule if sparse else whole))
+        rows: slice | torch.Tensor = slice(None)
         if sparse:
             tails += [(r, *ends[r]) for r in members if ends[r][0] < ends[r][1]]
+            kept = _rows_kept(batch, rule, members, ends)
+            if kept:
+                rows, part = _rows_of_requests(batch, kept, lengths)
+        found.append(Segment(part, rule if sparse else whole, rows))
     if tails:
         rows, part = _rows_of_requests(batch, tails, lengths)
         found.append(Segment(part, whole, rows))
     return tuple(found)
+
+
+def _rows_kept(
+    batch: PagedBatch, rule: SelectionPolicy, members: list[int], ends: dict[int, tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """The rows of a prompt alone up to the tiles that its dense end replaces; none: keep them all.
+
+    Where that end begins inside a tile, the tile keeps its queries: all of them choose for it.
+    Several prompts keep their rows, which would have to be gathered.
+    """
+    (request, *others), known = members, batch.seq_lens_host
+    count, (begin, end) = batch.query_lens[request], ends[request]
+    if others or known is None or end < count:
+        return []
+    before = known[request] - count
+    kept = ceil_div(before + begin, rule.query_tile) * rule.query_tile - before
+    return [(request, 0, kept)] if kept < count else []
 
 
 def _ends_of_decodes(

@@ -248,7 +248,7 @@ class SelectionPolicy:
         return self.reach_blocks + ceil_div(latest_start + self.query_tile, size)
 
     def last_rows(
-        self, num_q: Positions, num_k: Positions, prompt_left: Positions = 0
+        self, num_q: Positions, num_k: Positions, prompt_left: Positions | None = 0
     ) -> tuple[Positions, Positions]:
         """Half-open range of a prefill's queries that ``dense_last`` exempts; it may be empty.
 
@@ -256,13 +256,14 @@ class SelectionPolicy:
             num_q: its queries.
             num_k: keys of the sequence, the queries' own included.
             prompt_left: tokens of its prompt that come after them; below 0 the queries that follow
-                the prompt.
+                the prompt.  ``None`` where nobody knows: the queries then end their prompt, of
+                which ``last_part`` leaves the fewest, since every chunk of it has such an end.
         """
-        end = num_q + prompt_left
+        prompt = 0 if prompt_left is None else num_k + prompt_left
+        end = num_q if prompt_left is None else num_q + prompt_left
         count: Positions = self.dense_last
         if self.last_part:
-            part = _at_least((num_k + prompt_left) // self.last_part, LAST_TOKENS)
-            count = _at_most(part, count)
+            count = _at_most(_at_least(prompt // self.last_part, LAST_TOKENS), count)
         first, last = (_at_least(_at_most(x, num_q), 0) for x in (end - count, end))
         return first, last
 

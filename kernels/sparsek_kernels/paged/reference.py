@@ -181,7 +181,8 @@ def paged_attention_reference(
         left, exempt = batch.prompt_left_host, range(0)  # rows at the end of the prompt
         if not step.prefill.alignment and (left is not None or request >= batch.num_decodes):
             of_prompts = step.of_ends if request < batch.num_decodes else step.prefill
-            exempt = range(*of_prompts.last_rows(end - begin, length, batch.prompt_left[request]))
+            after = None if left is None else left[request]
+            exempt = range(*of_prompts.last_rows(end - begin, length, after))
         whole = torch.arange(length) <= torch.tensor(positions)[:, None]
         if rule.alignment:  # a prompt's tokens choose alone
             together = end - begin if request < batch.num_decodes else 1

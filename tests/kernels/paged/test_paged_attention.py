@@ -71,12 +71,14 @@ def test_any_batch(data: st.DataObject) -> None:
         top_k=data.draw(st.integers(0, 4)),
         sel_block_size=size,
         dense_below=data.draw(st.sampled_from([0, 100])),
-        dense_last=data.draw(st.sampled_from([0, 8, 70])),
+        dense_last=data.draw(st.sampled_from([0, 8, 70, 200])),
         query_tile=data.draw(st.sampled_from([2, 16, 64, 128])),
+        last_part=data.draw(st.sampled_from([0, 2, 3])),
     )
     case = make_case(lengths, queries, num_decodes, page_size=data.draw(st.sampled_from([16, 64])))
     left = data.draw(st.none() | st.tuples(*[st.integers(-70, 70)] * len(lengths)))
-    case.batch = replace(case.batch, prompt_left_host=left)
+    known = tuple(lengths) if data.draw(st.booleans()) else None
+    case.batch = replace(case.batch, prompt_left_host=left, seq_lens_host=known)
     check(case, StepPolicy(policy, SelectionPolicy()))
 
 
@@ -206,11 +208,20 @@ def test_last_queries_of_parts_see_everything() -> None:
     assert torch.equal(run(replace(case, batch=unknown), policy), whole)
 
 
+@pytest.mark.parametrize(("last", "part"), [(40, 0), (80, 4)])
 @pytest.mark.parametrize("ends", [(96, 224, 320), (32, 256, 288, 320), (288, 320, 350)])
-def test_chunks_change_nothing_at_the_end_of_a_prompt(ends: tuple[int, ...]) -> None:
-    """The last 40 of 320 tokens are dense, in one chunk or two, and not what follows them."""
+def test_chunks_change_nothing_at_the_end_of_a_prompt(
+    ends: tuple[int, ...], last: int, part: int
+) -> None:
+    """The last 40 of 320 tokens, or 80, are dense, in any chunks, and not what follows them."""
     policy = SelectionPolicy(
-        num_sink=16, window_size=20, top_k=2, sel_block_size=32, query_tile=32, dense_last=40
+        num_sink=16,
+        window_size=20,
+        top_k=2,
+        sel_block_size=32,
+        query_tile=32,
+        dense_last=500 if part else last,
+        last_part=part,
     )
     whole = make_case([350], [350], 0)
     whole.batch = replace(whole.batch, prompt_left_host=(-30,))
@@ -223,7 +234,7 @@ def test_chunks_change_nothing_at_the_end_of_a_prompt(ends: tuple[int, ...]) -> 
     torch.testing.assert_close(got[:begin], expected[:begin], atol=1e-6, rtol=1e-5)
     sparse = run(whole, replace(policy, dense_last=0))
     moved = (expected != sparse).flatten(1).any(1).nonzero().flatten().tolist()
-    assert moved == list(range(280, 320))
+    assert moved == list(range(320 - last, 320))
 
 
 @pytest.mark.parametrize("records", [False, True], ids=["window", "records"])

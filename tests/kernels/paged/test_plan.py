@@ -255,6 +255,42 @@ def test_bounds_of_lengths_are_enough() -> None:
     ]
 
 
+def test_where_nobody_knows_of_ends_they_are_of_the_fewest_tokens() -> None:
+    """Whatever bounds of lengths there are: else other requests of a step would decide."""
+    policy = replace(TOPK, dense_last=1024, last_part=16)
+    batch = make_batch([3000, 4000], [500, 600], 0)
+    for bounds in (None, [4000, 4000], [90_000, 90_000]):
+        *_, tails = planned(replace(batch, _derived={}), policy, bounds)
+        assert tails.batch.query_lens == (64, 64)
+    *_, tails = planned(replace(batch, prompt_left_host=(0, 100), _derived={}), policy)
+    assert tails.batch.query_lens == (3000 // 16, 4100 // 16 - 100)
+
+
+def test_a_prompt_alone_ends_sparse_at_the_tile_where_its_dense_end_begins() -> None:
+    policy = replace(TOPK, dense_last=150)
+    known = {"seq_lens_host": (900, 4000), "query_lens_host": (1, 500)}
+    batch = make_batch([900, 4000], [1, 500], 1, **known)
+    _, sparse, tail = planned(batch, policy)
+    # The end begins at 3850, and the tile that holds it ends at 3904.
+    assert (sparse.rows, sparse.batch.first_row) == (slice(1, 405), 0)
+    assert (sparse.policy, sparse.batch.seq_lens.tolist()) == (TOPK, [3904])
+    assert sparse.batch.cu_seqlens_q.tolist() == [0, 404]
+    assert (sparse.batch.max_query_len, sparse.batch.max_seq_len) == (404, 3904)
+    assert sparse.batch.seq_lens_host == (3904,)
+    assert torch.equal(sparse.batch.block_table, batch.block_table[1:])
+    assert (tail.rows, tail.batch.seq_lens.tolist()) == (slice(351, 501), [4000])
+    whole = [
+        planned(replace(batch, seq_lens_host=None, _derived={}), policy),  # its length is a bound
+        planned(replace(batch, prompt_left_host=(-1, -3), _derived={}), policy),  # more follows
+        planned(batch, replace(TOPK, dense_last=10)),  # it ends inside the last tile
+    ]
+    for _, sparse, _ in whole:
+        assert (sparse.rows, sparse.batch.seq_lens.tolist()) == (slice(None), [4000])
+    several = make_batch([3900, 4000], [500, 500], 0, seq_lens_host=(3900, 4000))
+    sparse, _ = planned(several, policy)
+    assert (sparse.rows, sparse.batch.seq_lens.tolist()) == (slice(None), [3900, 4000])
+
+
 def test_prompts_by_records_are_tokens_where_they_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "_ROW_ELEMENTS", 1)
     rule = TOPK.by_records(4)

@@ -61,6 +61,10 @@ def test_the_last_tokens_of_a_prompt(
     counts, lengths, left = np.array(chunks, dtype=np.int64).reshape(-1, 3).T
     first, end = policy.last_rows(counts, lengths, left)
     assert (end - first).tolist() == expected
+    fewest = min(dense_last, 64) if part else dense_last  # where a chunk's length says nothing
+    first, end = policy.last_rows(counts, lengths, None)
+    assert end.tolist() == counts.tolist()
+    assert (end - first).tolist() == [min(count, fewest) for count in counts]
 
 
 @settings(deadline=None, max_examples=200)

@@ -101,13 +101,24 @@ def test_against_oracle(name: str) -> None:
     oracle_check.check(make_problem(lengths, device=DEVICE, **options), policy)
 
 
-def test_ends_of_prompts() -> None:
-    """The whole of one, a part of the next one's, and one before what follows it: gathered rows."""
-    lengths = [(1, 301), (77, 390), (60, 300), (50, 420)]
+@pytest.mark.parametrize(
+    ("lengths", "left"),
+    [
+        ([(1, 301), (77, 390), (60, 300), (50, 420)], (0, 0, 20, -10)),
+        ([(1, 301), (207, 420)], (0, 0)),
+    ],
+    ids=["several", "one"],
+)
+def test_ends_of_prompts(lengths: list[tuple[int, int]], left: tuple[int, ...]) -> None:
+    """All of one, a part of the next one's, and one before what follows it: gathered rows.
+
+    Or one alone, whose tiles in the end are left out.
+    """
     problem = make_problem(lengths, num_decodes=1, device=DEVICE)
-    problem.batch = replace(problem.batch, prompt_left_host=(0, 0, 20, -10), _derived={})
+    known = {"seq_lens_host": tuple(length for _, length in lengths), "prompt_left_host": left}
+    problem.batch = replace(problem.batch, **known, _derived={})
     oracle_check.fill(problem)
-    policy = oracle_check.without_records(replace(TOP_K, dense_last=32))
+    policy = oracle_check.without_records(replace(TOP_K, dense_last=90 if len(left) == 2 else 32))
     out = torch.full_like(problem.q, float("nan"))
     run_launched(problem.operands(out), problem.batch, policy)
     chosen = oracle_check.Chosen(problem, policy)
