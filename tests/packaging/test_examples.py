@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import runpy
 import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +63,20 @@ def test_the_notebook_of_kernels_lists_pairs(capsys: pytest.CaptureFixture[str])
     assert len(lists) == 2  # KV heads
     for pairs in lists:
         assert {100, 101, 102, 103} <= set(pairs) <= set(range(256))
+
+
+def test_the_notebook_of_serving_counts_both_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    book = json.loads((EXAMPLES / "notebooks" / "serve.ipynb").read_text(encoding="utf-8"))
+    line = 'sparsek_{}_tokens_total{{engine="0",model_name="m",phase="{}"}} {}'
+    counts = (("attended", "prefill", 25), ("attended", "decode", 3.0))
+    counts += (("context", "prefill", 1e2), ("context", "decode", 6.0))
+    page = io.BytesIO("\n".join(line.format(*count) for count in counts).encode())
+    request = SimpleNamespace(urlopen=lambda url: page)
+    server = SimpleNamespace(url="", stop=lambda: None)
+    names = {"re": re, "urllib": SimpleNamespace(request=request), "server": server}
+    exec("".join(book["cells"][-1]["source"]), names)
+    shares = [said.partition("%")[0] for said in capsys.readouterr().out.splitlines()]
+    assert shares == ["prefill: 25", "decode: 50"]
 
 
 def test_a_text_too_short_to_train_on_is_refused(
