@@ -86,7 +86,8 @@ def run_serve(
             label, found = f"{name}, round {turn + 1}", file.read()
             left = [asdict(case) for case in plan.cases if (name, turn, case) not in found]
             if not left:
-                on_progress(f"{label}: {path} has it")
+                there = f"{file.machine['gpu']}, commit {file.machine['commit'] or 'unknown'}"
+                on_progress(f"{label}: {path} has it ({there}); another --name measures anew")
                 continue
             file.check_machine()
             own = {"backend": name, "round": turn, "seed": plan.seed + turn}

@@ -110,8 +110,11 @@ def test_a_run_that_was_cut_off_goes_on_behind_its_last_case(
     assert all(len(job["cases"]) == 2 for job in jobs)  # engines are as long as at first
     assert [row["samples"] for row in rows] == [4] * 4
     elsewhere = replace(MACHINE, gpu="none")
-    assert run_serve(plan(), elsewhere, path, lambda _: None) == rows  # without an engine
+    told: list[str] = []
+    assert run_serve(plan(), elsewhere, path, told.append) == rows  # without an engine
     assert len(jobs) == 5
+    assert len(told) == 4
+    assert "has it (gpu, commit abc); another --name" in told[0]
     with pytest.raises(ValueError, match="measured with gpu 'gpu' and not 'none'"):
         run_serve(plan(rounds=3), elsewhere, path, lambda _: None)
     with pytest.raises(ValueError, match="measured with repeats 2 and not 3"):
