@@ -18,6 +18,11 @@ SK_VENV names another folder than .venv; PYTHON names the interpreter that makes
 TXT
 }
 
+wrong() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
 arguments=()
 port=8000
 while [ $# -gt 0 ]; do
@@ -25,13 +30,16 @@ while [ $# -gt 0 ]; do
     -h | --help) usage && exit 0 ;;
     --keep) arguments+=("$1") ;;
     --port | --model)
-        if [ $# -lt 2 ]; then
-            printf 'error: %s needs a value\n' "$1" >&2
-            exit 2
-        fi
+        [ $# -ge 2 ] || wrong "$1 needs a value"
         value=$2
-        if [ "$1" = --model ]; then value=$(realpath -m -- "$2"); fi
-        if [ "$1" = --port ]; then port=$2; fi
+        # Wrong values are found here, not after minutes of set-up.
+        if [ "$1" = --model ]; then
+            [ -d "$2" ] || wrong "--model: expected a Hugging Face folder, got $2"
+            value=$(realpath -- "$2")
+        else
+            port=$2
+            { [ "$port" -ge 1 ] && [ "$port" -le 65535 ]; } 2>/dev/null || wrong "--port: expected 1 to 65535, got $port"
+        fi
         arguments+=("$1" "$value")
         shift
         ;;

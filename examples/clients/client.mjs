@@ -78,7 +78,12 @@ await stream("What is the capital of France?");
 if (document) {
   console.log(`==> about ${basename(document)}`);
   const text = await readFile(document, "utf8");
-  await stream(`${text}\n\nSummarise the document above in one sentence.`);
+  try {
+    await stream(`${text}\n\nSummarise the document above in one sentence.`);
+  } catch (error) {
+    if (!(error instanceof OpenAI.BadRequestError)) throw error;
+    console.log(`==> document: refused (${error.message})`); // longer than the server's context
+  }
 }
 try {
   console.log(`==> tool: get_weather(${JSON.stringify(await callTool())})`);

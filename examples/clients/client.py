@@ -90,7 +90,10 @@ def main() -> None:
     if options.document is not None:
         print(f"==> about {options.document.name}")
         text = options.document.read_text(encoding="utf-8")
-        stream(client, model, f"{text}\n\nSummarise the document above in one sentence.")
+        try:
+            stream(client, model, f"{text}\n\nSummarise the document above in one sentence.")
+        except openai.BadRequestError as error:  # longer than the server's context
+            print(f"==> document: refused ({error.message})")
     try:
         print(f"==> tool: get_weather({call_tool(client, model)})")
     except openai.BadRequestError as error:

@@ -167,10 +167,12 @@ class CaseOptions:
 @grouped
 def serve(
     backends: BackendOptions,
-    out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and plot.")],
+    out: Annotated[Path, typer.Option(help="Folder for JSON lines, CSV, JSON and plot.")],
     engine: EngineOptions,
     cases: CaseOptions,
-    name: Annotated[str, typer.Option(help="Stem of the result files.")] = "serve",
+    name: Annotated[
+        str, typer.Option(help="Stem of the result files. Those of one that was cut off go on.")
+    ] = "serve",
     commit: Annotated[str, _COMMIT] = "",
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
@@ -179,7 +181,8 @@ def serve(
         options: dict[str, Any] = asdict(cases)
         wanted = parse_cases(options.pop("context") or [2048], options.pop("requests") or [1])
         plan = ServePlan(cases=wanted, engine=engine.arguments(), **options, **backends.parsed())
-        rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
+        machine = describe_machine(choose_device(), commit)
+        rows = run_serve(plan, machine, out / f"{name}.jsonl", _say)
         console.print(serve_table(rows))
         for path in write_results(out, name, rows):
             typer.echo(f"wrote {path}")

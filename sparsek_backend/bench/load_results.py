@@ -7,17 +7,14 @@ Files of one plan may be put together as they are, one behind the other.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sparsek_backend.bench.loads import Limits
-from sparsek_backend.bench.plan import Row
+from sparsek_backend.bench.plan import PlanFile, Row
 from sparsek_backend.bench.timing import quantile
-from sparsek_backend.eval.record import append_rows, read_rows
 
 PAST_ITS_BEST = 0.8
 """A backend's sweep ends after a rate whose goodput is less than this share of its best."""
@@ -71,50 +68,15 @@ Results = dict[tuple[str, float], Measured]
 """By backend and rate."""
 
 
-class LoadFile:
-    """The file of one plan, which is continued where it ends.
+class LoadFile(PlanFile):
+    """What `sparsek bench load` keeps."""
 
-    Args:
-        path: begun if there is none.
-        machine: where they are measured. A file of another machine can be read, not continued.
-
-    Raises:
-        ValueError: the file is of another plan; the message says in what they differ.
-    """
-
-    def __init__(self, path: Path, plan: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
-        self._path, self._here = path, dict(machine)
-        if not read_rows(path):
-            self.add({"plan": plan, "machine": machine})
-        heads = [line for line in read_rows(path) if line.keys() >= {"plan", "machine"}]
-        if not heads:
-            raise ValueError(f"name: {path} is no file of `sparsek bench load`; give another name")
-        self.machine: dict[str, Any] = heads[0]["machine"]
-        for head in heads:
-            self._refuse_other(head["plan"], json.loads(json.dumps(plan)))
-            self._refuse_other(head["machine"], self.machine)
-
-    def check_machine(self) -> None:
-        """Raise a ValueError if the lines were measured on another machine than this."""
-        self._refuse_other(self.machine, self._here)
-
-    def _refuse_other(self, other: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        differ = [name for name in now if other.get(name) != now[name]]
-        if differ:
-            said = ", ".join(f"{n} {other.get(n)!r} and not {now[n]!r}" for n in differ)
-            raise ValueError(
-                f"name: {self._path} was measured with {said}; give this run another name"
-            )
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        append_rows(self._path, [line])
+    command = "load"
 
     def read(self) -> Results:
         """Everything that was measured; of a request that was measured twice the later."""
         results: Results = {}
-        for line in read_rows(self._path):
-            if "plan" in line:
-                continue
+        for line in self.lines():
             measured = results.setdefault((line.pop("backend"), line.pop("rate")), Measured())
             if "over" in line:
                 measured.over = line["over"]

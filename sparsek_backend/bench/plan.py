@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.eval.record import append_rows, read_rows
 from sparsek_backend.eval.workers import SILENCE_LIMIT, run_worker
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
@@ -72,3 +74,51 @@ class Plan:
                 on_progress=lambda line: on_progress(f"{label}: {line}"),
                 timeout=SILENCE_LIMIT,
             )
+
+
+class PlanFile:
+    """JSON lines of one plan: a head, then what is measured; it is continued where it ends.
+
+    Args:
+        path: begun if there is none.
+        plan: all that the lines depend on, beside the machine.
+        machine: where they are measured. A file of another machine can be read, not continued.
+
+    Raises:
+        ValueError: the file is of another plan; the message says in what they differ.
+    """
+
+    command: ClassVar[str]  # of `sparsek bench`, whose file it is
+
+    def __init__(self, path: Path, plan: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
+        self._path, self._here = path, dict(machine)
+        if not read_rows(path):
+            self.add({"plan": plan, "machine": machine})
+        heads = [line for line in read_rows(path) if line.keys() >= {"plan", "machine"}]
+        if not heads:
+            raise ValueError(
+                f"name: {path} is no file of `sparsek bench {self.command}`; give another name"
+            )
+        self.machine: dict[str, Any] = heads[0]["machine"]
+        for head in heads:
+            self._refuse_other(head["plan"], json.loads(json.dumps(plan)))
+            self._refuse_other(head["machine"], self.machine)
+
+    def check_machine(self) -> None:
+        """Raise a ValueError if the lines were measured on another machine than this."""
+        self._refuse_other(self.machine, self._here)
+
+    def _refuse_other(self, other: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        differ = [name for name in now if other.get(name) != now[name]]
+        if differ:
+            said = ", ".join(f"{n} {other.get(n)!r} and not {now[n]!r}" for n in differ)
+            raise ValueError(
+                f"name: {self._path} was measured with {said}; give this run another name"
+            )
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        append_rows(self._path, [line])
+
+    def lines(self) -> list[Row]:
+        """What was measured, as it was added."""
+        return [line for line in read_rows(self._path) if "plan" not in line]

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from sparsek_backend.bench.plan import Plan, Row
+from sparsek_backend.bench.plan import Plan, PlanFile, Row
 from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.timing import quantile
@@ -57,51 +56,70 @@ def parse_cases(contexts: Sequence[int], requests: Sequence[int]) -> tuple[Serve
     return tuple(ServeCase(*x) for x in product(contexts, requests))
 
 
-def run_serve(plan: ServePlan, machine: Machine, on_progress: Callable[[str], None]) -> list[Row]:
-    """Measure both backends in turn.
+class ServeFile(PlanFile):
+    """What `sparsek bench serve` keeps: a line for each case of a backend in a round."""
+
+    command = "serve"
+
+    def read(self) -> dict[tuple[str, int, ServeCase], Row]:
+        """The lines by backend, round and case."""
+        return {
+            (line["backend"], line["round"], ServeCase(line["context"], line["requests"])): line
+            for line in self.lines()
+        }
+
+
+def run_serve(
+    plan: ServePlan, machine: Machine, path: Path, on_progress: Callable[[str], None]
+) -> list[Row]:
+    """Rows of both backends, measured in turn where the file at ``path`` lacks them.
 
     Raises:
+        ValueError: a file of another plan.
         WorkerError: an engine failed; the message names the backend.
     """
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.backends}
+    kept = asdict(plan)
+    cases, _ = kept.pop("cases"), kept.pop("rounds")
+    file = ServeFile(path, kept, asdict(machine))
     for turn in range(plan.rounds):
-        job = {
-            "cases": [asdict(case) for case in plan.cases],
-            "output_tokens": plan.output_tokens,
-            "repeats": plan.repeats,
-            "seed": plan.seed + turn,
-        }
         for name in plan.backends if turn % 2 == 0 else plan.backends[::-1]:
-            label = f"{name}, round {turn + 1}"
-            one = plan.run(WORKER, job, backend=name, label=label, on_progress=on_progress)
-            found[name].append(one)
-    each = product(range(len(plan.cases)), plan.backends)
-    return [_row(plan, machine, name, index, found[name]) for index, name in each]
+            label, found = f"{name}, round {turn + 1}", file.read()
+            left = [asdict(case) for case in plan.cases if (name, turn, case) not in found]
+            if not left:
+                there = f"{file.machine['gpu']}, commit {file.machine['commit'] or 'unknown'}"
+                on_progress(f"{label}: {path} has it ({there}); another --name measures anew")
+                continue
+            file.check_machine()
+            own = {"backend": name, "round": turn, "seed": plan.seed + turn}
+            job = {**kept, **own, "path": str(path.resolve()), "cases": cases, "left": left}
+            plan.run(WORKER, job, backend=name, label=label, on_progress=on_progress)
+    found = file.read()
+    return [
+        _row(plan, file.machine, name, [found[name, turn, case] for turn in range(plan.rounds)])
+        for case, name in product(plan.cases, plan.backends)
+    ]
 
 
-def _row(
-    plan: ServePlan, machine: Machine, name: str, index: int, rounds: list[dict[str, Any]]
-) -> Row:
+def _row(plan: ServePlan, machine: Row, name: str, rounds: list[Row]) -> Row:
     """One backend on one case; times in milliseconds."""
-    case = plan.cases[index]
     row: Row = {
         "backend": name,
         "model": Path(plan.model).name,
-        "context": case.context,
-        "requests": case.requests,
+        "context": rounds[0]["context"],
+        "requests": rounds[0]["requests"],
     }
     for kind in ("ttft", "tpot"):
-        times = sorted(1e3 * t for one in rounds for t in one["cases"][index][f"{kind}_s"])
+        times = sorted(1e3 * t for one in rounds for t in one[f"{kind}_s"])
         row[f"{kind}_ms"] = statistics.median(times)
         row[f"{kind}_p20_ms"] = quantile(times, 0.2)
         row[f"{kind}_p80_ms"] = quantile(times, 0.8)
     return {
         **row,
-        "samples": sum(len(one["cases"][index]["ttft_s"]) for one in rounds),
+        "samples": sum(len(one["ttft_s"]) for one in rounds),
         "attended_share": rounds[0]["attended_share"],
         "kv_cache_tokens": rounds[0]["kv_cache_tokens"],
         "settings": plan.settings_of(name),
-        **asdict(machine),
+        **machine,
     }
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping, Sequence
+from operator import sub
+from pathlib import Path
 from typing import Any
 
 from sparsek_backend.eval.engine import close_engine, ensure_entry_point, open_engine
+from sparsek_backend.eval.record import append_rows
 from sparsek_backend.eval.workers import report_progress, serve_job
 
 FIRST_TOKEN_ID = 100
@@ -24,6 +27,13 @@ def read_stats(_worker: Any) -> tuple[int, float]:
     from sparsek_backend.vllm_backend.stats import STATS
 
     return STATS.forward_calls, STATS.attended_share
+
+
+def read_keys(_worker: Any) -> tuple[int, int, int]:
+    """Runs in vLLM's worker process: forward calls, keys attended and keys of the contexts."""
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    return STATS.forward_calls, sum(STATS.attended), sum(STATS.context)
 
 
 def checked_share(found: Sequence[tuple[int, float]]) -> float:
@@ -95,7 +105,8 @@ class Bench:
         return [(x.last_token_ts - x.first_token_ts) / (max_tokens - 1) for x in found]
 
 
-def work(job: Mapping[str, Any]) -> dict[str, Any]:
+def work(job: Mapping[str, Any]) -> None:
+    """Measure the cases that are left, and append each to the job's file as it ends."""
     cases = job["cases"]
     longest = max(case["context"] for case in cases) + job["output_tokens"]
     together = max(8, *(case["requests"] for case in cases))
@@ -105,11 +116,16 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
         config = engine.llm_engine.vllm_config
         capacity = cache_tokens(config)
         bench = Bench(engine, config.model_config.get_vocab_size(), job["seed"])
-        results = [_measure(bench, case, job, capacity) for case in cases]
-        share = 1.0
-        if job["settings"] is not None:
-            share = checked_share(engine.collective_rpc(read_stats))
-        return {"cases": results, "kv_cache_tokens": capacity, "attended_share": share}
+        about = {"backend": job["backend"], "round": job["round"], "kv_cache_tokens": capacity}
+        before = (0, 0, 0)
+        for case in job["left"]:
+            line = {**about, **_measure(bench, case, job, capacity), "attended_share": 1.0}
+            if job["settings"] is not None:
+                now = engine.collective_rpc(read_keys)[0]
+                calls, attended, context = map(sub, now, before)
+                line["attended_share"] = checked_share([(calls, attended / max(1, context))])
+                before = now
+            append_rows(Path(job["path"]), [line])
     finally:
         close_engine(engine)
 

@@ -238,6 +238,8 @@ def run_all(
 
 def _report(record: Path, runs: Sequence[Run], commit: str) -> None:
     rows = compare_runs(runs)
+    if not rows:
+        raise ValueError(f"record: expected scores of {runs[0].label}, {record} has none yet")
     for table in result_tables(rows):
         console.print(table)
     for warning in warnings_of(rows):

@@ -76,14 +76,15 @@ def measure(
     from sparsek_backend.transformers_op.topk import block_indices
 
     length, size = q.shape[1], policy.sel_block_size
-    first = next((i for i in range(length) if not policy.sees_all(i)), None)
+    end, _ = policy.last_rows(length, length)  # behind it the prompt's dense end
+    first = next((i for i in range(end) if not policy.sees_all(i)), None)
     if first is None:
         knob = "decode_tokens" if policy.alignment else "top_k"
         raise ValueError(
             f"length: expected more tokens than the budget covers by {knob}, got {length}; raise "
             "--length or lower the budget"
         )
-    rows = torch.linspace(first, length - 1, min(_ROWS, length - first)).long().to(q.device)
+    rows = torch.linspace(first, end - 1, min(_ROWS, end - first)).long().to(q.device)
     masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)
     blocks = masses.shape[-1]
     indices = block_indices(q, k, v, policy, softmax_scale, index)[0, rows].long()  # [R, Hkv, S]

@@ -115,4 +115,6 @@ def load_prompts(path: Path) -> PromptSet:
     except (KeyError, TypeError, IndexError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"prompts: {path} is damaged ({reason}); make it again") from None
+    if not prompts:
+        raise ValueError(f"prompts: expected some in {path}, it has none")
     return PromptSet(prompts, document.get("details", {}))

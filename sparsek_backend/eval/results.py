@@ -50,7 +50,9 @@ def collect_runs(
             latest[row["label"]] = row["run"]
     if keys is None:
         keys = sorted(latest.values(), key=lambda key: about[key]["label"] != "dense")
-    if not keys or not about.keys() >= set(keys):
+    if not keys:
+        raise ValueError("record: expected runs of an evaluation, it has none")
+    if not about.keys() >= set(keys):
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
     scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}
     asked = {identity(prompt_row(prompt)) for prompt in prompts or ()}

@@ -73,6 +73,16 @@ def test_a_selection_catches_at_most_the_best_choice(
     assert (of_more > attended).all()
 
 
+def test_the_dense_end_of_a_prompt_selects_nothing() -> None:
+    q, k, v = states()
+    whole = measure(q, k, v, replace(POLICY, dense_last=44), DIM**-0.5)
+    part = measure(q[:, :256], k[:, :256], v[:, :256], POLICY, DIM**-0.5)
+    for found, of_part in zip(whole, part, strict=True):
+        torch.testing.assert_close(found, of_part)
+    with pytest.raises(ValueError, match="lower the budget"):
+        measure(q, k, v, replace(POLICY, dense_last=LENGTH), DIM**-0.5)
+
+
 def test_a_key_that_takes_all_attention_is_caught() -> None:
     q, k, v = states()
     q[:] = q[:, -1:]

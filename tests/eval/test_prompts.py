@@ -186,6 +186,7 @@ def test_a_damaged_prompt_file_is_named(tmp_path: Path) -> None:
         ({"pieces": document["pieces"][:-1]}, "damaged"),
         ({"pieces": [[*piece, 1] for piece in document["pieces"]]}, "has .* tokens"),
         ({"prompts": [{"task": "records"}]}, "damaged"),
+        ({"prompts": []}, "it has none"),
     ):
         path.write_text(json.dumps({**document, **change}))
         with pytest.raises(ValueError, match=message):

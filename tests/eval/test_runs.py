@@ -207,7 +207,7 @@ def test_dense_attention_is_the_reference_wherever_it_stands_in_a_record(tmp_pat
         (None, "does not exist"),
         ('{"a": 1}\n', "line 1 lacks kind, run"),
         ('{"kind": "run", "run": "x"}\n', "line 1 lacks known, label, settings"),
-        (NOTHING_YET + "\n", "expected scores to draw, found none"),
+        (NOTHING_YET + "\n", "expected scores of dense, "),
     ],
     ids=["missing", "another file", "half a run", "no score"],
 )
@@ -281,5 +281,9 @@ def test_results_are_written_and_read_from_the_record_alone(tmp_path: Path) -> N
         read_results([full, tmp_path / "r.jsonl"])
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert [table.row_count for table in result_tables(compare_runs(runs))] == [2, 3, 2]
-    with pytest.raises(ValueError, match="expected runs"):
+    with pytest.raises(ValueError, match="expected runs of an evaluation, it has none"):
         collect_runs([])
+    (tmp_path / "r.jsonl").write_text(json.dumps(read_rows(tmp_path / "r.jsonl")[0]) + "\n")
+    begun = CliRunner().invoke(app, ["report", str(tmp_path / "r.jsonl")])
+    assert "expected scores of dense, " in begun.output
+    assert json.loads(full.read_text()) == document  # what is there stays

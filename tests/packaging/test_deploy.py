@@ -86,6 +86,9 @@ def test_quickstart_help_needs_no_set_up() -> None:
         (["--prot", "80"], "unknown option --prot"),
         (["--port"], "--port needs a value"),
         (["--model"], "--model needs a value"),
+        (["--model", "no/such"], "--model: expected a Hugging Face folder, got no/such"),
+        (["--port", "70000"], "--port: expected 1 to 65535, got 70000"),
+        (["--port", "http"], "--port: expected 1 to 65535, got http"),
     ],
 )
 def test_quickstart_names_a_wrong_option(arguments: list[str], message: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import runpy
 import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +63,20 @@ def test_the_notebook_of_kernels_lists_pairs(capsys: pytest.CaptureFixture[str])
     assert len(lists) == 2  # KV heads
     for pairs in lists:
         assert {100, 101, 102, 103} <= set(pairs) <= set(range(256))
+
+
+def test_the_notebook_of_serving_counts_both_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    book = json.loads((EXAMPLES / "notebooks" / "serve.ipynb").read_text(encoding="utf-8"))
+    line = 'sparsek_{}_tokens_total{{engine="0",model_name="m",phase="{}"}} {}'
+    counts = (("attended", "prefill", 25), ("attended", "decode", 3.0))
+    counts += (("context", "prefill", 1e2), ("context", "decode", 6.0))
+    page = io.BytesIO("\n".join(line.format(*count) for count in counts).encode())
+    request = SimpleNamespace(urlopen=lambda url: page)
+    server = SimpleNamespace(url="", stop=lambda: None)
+    names = {"re": re, "urllib": SimpleNamespace(request=request), "server": server}
+    exec("".join(book["cells"][-1]["source"]), names)
+    shares = [said.partition("%")[0] for said in capsys.readouterr().out.splitlines()]
+    assert shares == ["prefill: 25", "decode: 50"]
 
 
 def test_a_text_too_short_to_train_on_is_refused(
@@ -164,7 +181,9 @@ export default class OpenAI {
 
   async #create({ messages, stream }) {
     if (!stream) throw new BadRequestError(400, "set --tool-call-parser");
-    const content = `${messages[0].content.length} characters`;
+    const size = messages[0].content.length;
+    if (size > 6000) throw new BadRequestError(400, "maximum context length");
+    const content = `${size} characters`;
     return (async function* () { yield { choices: [{ delta: { content } }] }; })();
   }
 }
@@ -184,6 +203,10 @@ def test_the_client_in_node_takes_the_flags_of_the_one_in_python(tmp_path: Path)
     assert "==> about report.txt\n50" in done.stdout
     assert "tool: refused (set --tool-call-parser)" in done.stdout
     assert "embeddings: status 400" in done.stdout
+    (tmp_path / "report.txt").write_text("x" * 7000)
+    done = processes.run("node", "client.mjs", "--document", "report.txt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "document: refused (maximum context length)" in done.stdout
     for url in ("http://here/", "http://here/v1", "http://here/v1/"):
         assert processes.run("node", "client.mjs", "--url", url, cwd=tmp_path).returncode == 0
     for url in ("http://nowhere", "http://here/v2"):
@@ -202,8 +225,10 @@ class WithoutTools(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not request.get("stream"):
-            self._reply(400, json.dumps({"error": {"message": "set --tool-call-parser"}}))
+        too_long = len(str(request.get("messages"))) > 6000
+        if too_long or not request.get("stream"):
+            reason = "maximum context length" if too_long else "set --tool-call-parser"
+            self._reply(400, json.dumps({"error": {"message": reason}}))
             return
         event = json.dumps({"choices": [{"index": 0, "delta": {"content": "Paris"}}]})
         self._reply(200, f"data: {event}\n\ndata: [DONE]\n\n", "text/event-stream")
@@ -220,7 +245,7 @@ class WithoutTools(BaseHTTPRequestHandler):
 
 
 def test_the_client_goes_on_without_tools_and_names_a_server_that_is_not_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("openai")
     main = runpy.run_path(str(EXAMPLES / "clients" / "client.py"))["main"]
@@ -229,8 +254,9 @@ def test_the_client_goes_on_without_tools_and_names_a_server_that_is_not_there(
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        for path in ("", "/v1/"):
-            monkeypatch.setattr("sys.argv", ["client.py", "--url", url + path])
+        (tmp_path / "report.txt").write_text("x" * 7000)
+        for more in (["/v1/"], ["", "--document", str(tmp_path / "report.txt")]):
+            monkeypatch.setattr("sys.argv", ["client.py", "--url", url + more[0], *more[1:]])
             main()
         monkeypatch.setattr("sys.argv", ["client.py", "--url", url + "/v2"])
         with pytest.raises(SystemExit, match="no server answers"):
@@ -241,6 +267,7 @@ def test_the_client_goes_on_without_tools_and_names_a_server_that_is_not_there(
         server.server_close()
     printed = capsys.readouterr().out
     assert "Paris" in printed
+    assert "document: refused (" in printed
     assert "tool: refused" in printed
     assert "--tool-call-parser" in printed
     assert "embeddings: status 400" in printed
