@@ -111,9 +111,9 @@ def evaluate(
 def make_prompt_file(
     model: Annotated[str, typer.Argument(help="Model folder or name, with its tokenizer.")],
     asked: PromptOptions,
-    out: Annotated[Path, typer.Option(help="File to write; .gz compresses it.")] = Path(
-        "prompts.json.gz"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="File to write; .gz compresses it.", dir_okay=False)
+    ] = Path("prompts.json.gz"),
 ) -> None:
     """Prepare prompts as token ids, for a machine that has the model without its tokenizer."""
     with _mendable():
@@ -143,7 +143,9 @@ def draw_picture(
     served: Annotated[
         Path | None, typer.Option(help="CSV of `sparsek bench serve`: its speed-ups go below.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("picture.png"),
+    out: Annotated[Path, typer.Option(help="Picture to write.", dir_okay=False)] = Path(
+        "picture.png"
+    ),
 ) -> None:
     """Draw accuracy and KL over the context from result files: a line for each model and budget.
 

@@ -214,6 +214,14 @@ def test_a_prompt_file_that_does_not_read_is_named(file: str, message: str, tmp_
     assert message in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("command", ["prompts", "picture"])
+def test_a_folder_in_place_of_a_file_is_named_at_once(command: str, tmp_path: Path) -> None:
+    for folder in (str(tmp_path), "."):
+        result = CliRunner().invoke(app, [command, "no-such-file", "--out", folder])
+        assert result.exit_code == 2
+        assert f"'{folder}' is a directory" in " ".join(result.output.split())
+
+
 def test_help_is_readable_and_says_no_twice_nowhere() -> None:
     for arguments in (["--help"], ["prompts", "--help"], ["report", "--help"]):
         result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
