@@ -65,10 +65,7 @@ def evaluate(
         ),
     ] = None,
     served_model: Annotated[str | None, typer.Option(help="Model name at the servers.")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="Prompts that `sparsek eval prompts` made, in place of new ones."),
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of `sparsek eval prompts`.")] = None,
     asked: PromptOptions,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
