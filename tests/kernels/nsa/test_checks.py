@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from sparsek_kernels.nsa.api import (
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.compressed.launch_sm90 import query_segments
 from sparsek_kernels.nsa.config import ProblemShape, select_config
+from sparsek_kernels.nsa.selected.index import sort_selection
+from sparsek_kernels.nsa.selected.problem import MAX_CHUNKS, SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 
 Q = torch.zeros(1, 70, 4, 8)
@@ -224,6 +227,7 @@ def test_config_is_a_pure_function(group: int, dim: int, dtype: torch.dtype) -> 
             assert 1 <= config.chunk_rows <= tokens
             assert -(-tokens // config.chunk_rows) <= 16
             assert 1 <= config.index_rows <= config.chunk_rows <= config.chunk_rows_bwd <= tokens
+            assert -(-tokens // config.index_rows) <= MAX_CHUNKS
             assert config.token_major == (tokens * 4 <= 2048)
             half = dtype == torch.bfloat16
             wanted = arch == 90 and half and dim in (64, 128) and tokens * 4 * group > 8192
@@ -248,3 +252,12 @@ def test_segments_cover_the_queries(tokens: int) -> None:
     assert count <= 32
     assert rows % 2048 == 0
     assert (count - 1) * rows < tokens <= count * rows
+
+
+def test_an_index_of_more_chunks_than_it_has_room_for_is_refused() -> None:
+    q = torch.zeros(1, 330, 1, 16)
+    chosen = torch.zeros(1, 330, 1, 1, dtype=torch.int32)
+    problem = SelectedProblem(q, q, q, chosen, None, 16, 1.0)
+    problem = replace(problem, tuned=replace(problem.config, index_rows=10))
+    with pytest.raises(ValueError, match="tuned: expected index_rows of 11 or more, got 10"):
+        sort_selection(problem, problem.new_index())

@@ -21,7 +21,7 @@ from sparsek_kernels.nsa.selected.kernels.index import (
     nsa_index_merge_kernel,
     nsa_index_order_kernel,
 )
-from sparsek_kernels.nsa.selected.problem import ALIGNED, SelectedProblem
+from sparsek_kernels.nsa.selected.problem import ALIGNED, MAX_CHUNKS, SelectedProblem
 
 _BLOCK = 512
 
@@ -98,9 +98,15 @@ def sort_selection(
         keys: of all places in ``block_indices``, int32, where a kernel has written them.  Keys of
             entries that the index leaves out come behind all others, in the same order; a place
             without a block has the highest.
+
+    Raises:
+        ValueError: launch parameters of more chunks than ``kept`` has room for.
     """
     shape, config, device = problem.shape, problem.config, problem.q.device
     count, num_blocks = problem.block_indices.numel(), problem.num_blocks
+    least = cdiv(shape.batch * shape.num_q, MAX_CHUNKS)
+    if config.index_rows < least:
+        raise ValueError(f"tuned: expected index_rows of {least} or more, got {config.index_rows}")
     index = _new_index(problem, config.index_rows, config.item_entries, problem.split_index(kept))
     num_keys = index.num_chunks * shape.num_kv_heads * num_blocks
     cu_seqlens = pointers(problem.q, problem.cu_seqlens)

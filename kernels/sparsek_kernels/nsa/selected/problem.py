@@ -16,7 +16,8 @@ MAX_SEL_BLOCK = 128
 """Largest selection block that the kernels hold on chip."""
 ALIGNED = 64
 """Elements between the beginnings of tensors that share an allocation: a multiple of this."""
-_MAX_CHUNKS = 32  # of an index: twice what the table asks for
+MAX_CHUNKS = 32
+"""Most chunks of ``index_rows`` that an index has room for: twice what the table asks for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +85,11 @@ class SelectedProblem:
     def new_index(self) -> torch.Tensor:
         """Room for the sorted selection, int32: its size follows from shapes alone."""
         places = -(-self.block_indices.numel() // ALIGNED) * ALIGNED
-        keys = 2 * _MAX_CHUNKS * self.k.shape[2] * self.num_blocks
+        keys = 2 * MAX_CHUNKS * self.k.shape[2] * self.num_blocks
         return torch.empty(places + keys + 1, dtype=torch.int32, device=self.q.device)
 
     def split_index(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries ``[B * N * Hkv * S]`` of a :meth:`new_index`, and where those of keys begin."""
+        """The two parts of a :meth:`new_index`: entries ``[B * N * Hkv * S]``, offsets of keys."""
         places = -(-self.block_indices.numel() // ALIGNED) * ALIGNED
         return index[: self.block_indices.numel()], index[places:]
 
