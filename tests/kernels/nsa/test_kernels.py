@@ -121,8 +121,9 @@ def test_backward_of_compressed_attention_compiles_for_hopper() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_block_scores_on_the_gpu() -> None:
-    args = ("--device", "cuda", "--tokens", "5000")
+@pytest.mark.parametrize("part", range(8))
+def test_block_scores_on_the_gpu(part: int) -> None:
+    args = ("--device", "cuda", "--tokens", "5000", "--part", f"{part}/8")
     done = run_script("score_cases.py", *args, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
