@@ -240,7 +240,7 @@ def test_scheduling(
         f"mean |d logprob| against dense attention: decoded {decoded[0]:.4f} ({decoded[1]:.4f} in "
         f"the plain run), prefilled {prefilled[0]:.4f} ({prefilled[1]:.4f})"
     )
-    assert decoded[0] <= 1.5 * decoded[1]
+    assert decoded[0] <= 3 * decoded[1]  # 144 tokens: chance alone brings 2.6 once in 1,000 pairs
     assert prefilled[0] <= 1.5 * prefilled[1]
 
 
