@@ -1,4 +1,4 @@
-"""How many keys a step's queries attend: pure arithmetic on positions, vectorised."""
+"""How many keys a step's queries attend: pure arithmetic on positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.vllm_backend.keys import Keys
-from sparsek_kernels.paged.policy import StepPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 Positions = npt.NDArray[np.int64]
 
@@ -28,39 +28,94 @@ def nsa_attended(config: NSAConfig, position: Positions) -> Positions:
     return total
 
 
-def attended_by_requests(
-    policy: StepPolicy,
-    seq_lens: Positions,
-    query_lens: Positions,
-    num_decodes: int,
-    prompt_left: Sequence[int] | None = None,
-) -> Keys:
-    """Return the keys that all new queries of a batch attend in one layer, for one head.
+class Accounting:
+    """Counts the keys that new queries attend in one layer, for one head.
+
+    What the positions before each one attend is added up once: a step then looks up sums, however
+    many tokens its prompts have.
 
     Args:
-        seq_lens: ``[R]`` keys of each request, its new tokens included.
-        query_lens: ``[R]`` new tokens of each request.
-        num_decodes: requests at the front that decode.
-        prompt_left: :attr:`PagedBatch.prompt_left_host`.  Decodes at the end of a prompt count too.
+        policy: what the layer attends.
+        longest: tokens of the longest context that is expected; longer ones are added later.
     """
-    cut, prefill = num_decodes, policy.prefill
-    decodes = query_positions(seq_lens[:cut], query_lens[:cut])
-    prefills = query_positions(seq_lens[cut:], query_lens[cut:])
-    first = np.repeat((seq_lens - query_lens)[:cut], query_lens[:cut])
-    of_decodes = policy.decode.attended_tokens(decodes, first).sum()
-    of_prompts = prefill.attended_tokens(prefills).sum()
-    left = None if prompt_left is None else np.array(prompt_left, dtype=np.int64)
-    if prefill.dense_last:
-        after = None if left is None else left[cut:]
-        begin, end = prefill.last_rows(query_lens[cut:], seq_lens[cut:], after)
-        last = query_positions((seq_lens - query_lens)[cut:] + end, end - begin)
-        of_prompts += (last + 1 - prefill.attended_tokens(last)).sum()
-    if left is not None and policy.of_ends.dense_last:
-        begin, end = policy.of_ends.last_rows(query_lens[:cut], seq_lens[:cut], left[:cut])
-        last = query_positions((seq_lens - query_lens)[:cut] + end, end - begin)
-        first = np.repeat((seq_lens - query_lens)[:cut], end - begin)
-        of_decodes += (last + 1 - policy.decode.attended_tokens(last, first)).sum()
-    return Keys(of_prompts.item(), of_decodes.item())
+
+    def __init__(self, policy: StepPolicy, longest: int = 0) -> None:
+        self._policy = policy
+        self._prefill = _Sums(policy.prefill, longest)
+        same = policy.decode == policy.prefill
+        self._decode = self._prefill if same else _Sums(policy.decode, longest)
+
+    def count(
+        self,
+        seq_lens: Positions,
+        query_lens: Positions,
+        num_decodes: int,
+        prompt_left: Sequence[int] | None = None,
+    ) -> Keys:
+        """Keys that all new queries of a batch attend.
+
+        Args:
+            seq_lens: ``[R]`` keys of each request, its new tokens included.
+            query_lens: ``[R]`` new tokens of each request.
+            num_decodes: requests at the front that decode.
+            prompt_left: :attr:`PagedBatch.prompt_left_host`.  Decodes at the end of a prompt count
+                too.
+        """
+        cut, before = num_decodes, seq_lens - query_lens
+        left = None if prompt_left is None else np.array(prompt_left, dtype=np.int64)
+        prompts = slice(cut, None)
+        of_prompts = self._prefill.between(before[prompts], seq_lens[prompts])
+        if self._policy.prefill.dense_last:
+            after = None if left is None else left[prompts]
+            begin, end = self._policy.prefill.last_rows(
+                query_lens[prompts], seq_lens[prompts], after
+            )
+            of_prompts += self._prefill.missed(before[prompts] + begin, before[prompts] + end)
+        of_decodes = self._count_decodes(seq_lens[:cut], query_lens[:cut])
+        ends = left is not None and (query_lens[:cut] + left[:cut] > 0).any()
+        if left is not None and ends and self._policy.of_ends.dense_last:
+            begin, end = self._policy.of_ends.last_rows(
+                query_lens[:cut], seq_lens[:cut], left[:cut]
+            )
+            last = query_positions(before[:cut] + end, end - begin)
+            first = np.repeat(before[:cut], end - begin)
+            of_decodes += (last + 1 - self._policy.decode.attended_tokens(last, first)).sum().item()
+        return Keys(of_prompts, of_decodes)
+
+    def _count_decodes(self, seq_lens: Positions, query_lens: Positions) -> int:
+        """Keys that decodes attend: those of one request share what its first token chose."""
+        if query_lens.max(initial=0) <= 1:
+            return self._decode.between(seq_lens - query_lens, seq_lens)
+        position = query_positions(seq_lens, query_lens)
+        first = np.repeat(seq_lens - query_lens, query_lens)
+        attended: Positions = self._policy.decode.attended_tokens(position, first)
+        return int(attended.sum())
+
+
+class _Sums:
+    """Keys that the queries at the first ``n`` positions attend by a policy, for every ``n``."""
+
+    def __init__(self, policy: SelectionPolicy, longest: int) -> None:
+        self._policy = policy
+        self._until: Positions = np.zeros(1, dtype=np.int64)
+        self._reach(longest)
+
+    def between(self, begin: Positions, end: Positions) -> int:
+        """Keys that the queries at positions ``[begin, end)`` attend, over all pairs of these."""
+        begin, end = np.maximum(begin, 0), np.maximum(end, 0)  # of made-up requests
+        self._reach(int(end.max(initial=0)))
+        return int((self._until[end] - self._until[begin]).sum())
+
+    def missed(self, begin: Positions, end: Positions) -> int:
+        """Keys before them or at them that these queries do not attend."""
+        every = (end * (end + 1) - begin * (begin + 1)) // 2
+        return int(every.sum()) - self.between(begin, end)
+
+    def _reach(self, length: int) -> None:
+        if length >= len(self._until):
+            position = np.arange(1 << length.bit_length(), dtype=np.int64)
+            each = np.broadcast_to(self._policy.attended_tokens(position), position.shape)
+            self._until = np.concatenate(([0], each.cumsum()))
 
 
 def query_positions(seq_lens: Positions, query_lens: Positions) -> Positions:

@@ -29,6 +29,7 @@ class EngineMetrics:
     def __init__(self, labels: Mapping[str, str], config: SparsityConfig) -> None:
         self._labels = dict(labels)
         self._families = _families()
+        self._children: dict[tuple[str, ...], Any] = {}
         if self._families:
             settings = {name: str(getattr(config, name)) for name in FIELD_NAMES}
             self._families["settings"].labels(**self._labels, **settings).set(1)
@@ -55,7 +56,11 @@ class EngineMetrics:
             _published_fallbacks[reason] = count
 
     def _add(self, family: str, amount: float, **more: str) -> None:
-        self._families[family].labels(**self._labels, **more).inc(amount)
+        key = (family, *more.values())
+        child = self._children.get(key)
+        if child is None:  # a look-up by labels, which is slow
+            child = self._children[key] = self._families[family].labels(**self._labels, **more)
+        child.inc(amount)
 
 
 @functools.cache

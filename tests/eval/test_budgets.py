@@ -67,15 +67,15 @@ def test_dense_comes_first_and_labels_are_distinct() -> None:
 )
 @pytest.mark.parametrize("length", [100, 2000, 5000])
 def test_shares_are_what_the_backend_counts(text: str, length: int) -> None:
-    from sparsek_backend.vllm_backend.accounting import attended_by_requests
+    from sparsek_backend.vllm_backend.accounting import Accounting
 
     budget = parse_budget(text)
     one, dense = np.array([length]), StepPolicy.of(SelectionPolicy())
-    count = attended_by_requests(budget.policy(), one, one, 0, (0,))
-    every = attended_by_requests(dense, one, one, 0)
+    count = Accounting(budget.policy()).count(one, one, 0, (0,))
+    every = Accounting(dense).count(one, one, 0)
     assert budget.prefill_share(length) == count.prefill / every.prefill
     longer, single = one + 1, np.array([1])
-    count = attended_by_requests(budget.policy(), longer, single, 1)
+    count = Accounting(budget.policy()).count(longer, single, 1)
     assert budget.decode_share(length) == count.decode / (length + 1)
 
 

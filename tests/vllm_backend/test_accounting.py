@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_backend.config import resolve_config
-from sparsek_backend.vllm_backend.accounting import attended_by_requests, query_positions
+from sparsek_backend.vllm_backend.accounting import Accounting, query_positions
 from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_backend.vllm_backend.report import (
     describe_layers,
@@ -63,7 +63,7 @@ def test_batches(
             first = before if index < decodes else None  # of what decoded tokens share
             keys = position + 1 if last else rule.attended_tokens(position, first)
             expected[index < decodes] += keys
-    found = attended_by_requests(step, seq_lens, query_lens, decodes, prompt_left)
+    found = Accounting(step).count(seq_lens, query_lens, decodes, prompt_left)
     assert found == tuple(expected)
 
 

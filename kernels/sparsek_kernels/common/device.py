@@ -5,7 +5,7 @@ The kernels' calls of private torch functions are here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -37,6 +37,21 @@ current_stream: Callable[[int], int] = getattr(
     "_cuda_getCurrentRawStream",
     lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
+
+
+def on_device(
+    values: Sequence[int] | torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Numbers of the host as a tensor of ``dtype`` on ``device``, without waiting for a GPU."""
+    found = torch.as_tensor(values, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
+def captures(device: torch.device) -> bool:
+    """Whether a CUDA graph records what this thread launches on ``device``."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

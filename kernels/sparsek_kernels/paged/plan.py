@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from sparsek_kernels.common.device import on_device
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
@@ -322,32 +323,27 @@ def _rows_of_requests(
         lengths: keys of every request, or bounds of them.
     """
     device, counts = batch.seq_lens.device, batch.query_lens
-
-    def copied(values: Sequence[int] | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        found = torch.as_tensor(values, dtype=dtype)
-        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
-
     starts = list(accumulate(counts, initial=batch.first_row))
     spans = [(starts[r] + begin, starts[r] + end) for r, begin, end in parts]
     members, after = [r for r, _, _ in parts], [counts[r] - end for r, _, end in parts]
     rows: slice | torch.Tensor = slice(*spans[0])
     if len(spans) > 1:
-        rows = copied(torch.cat([torch.arange(*span) for span in spans]), torch.int64)
+        rows = on_device(torch.cat([torch.arange(*span) for span in spans]), torch.int64, device)
     known = batch.seq_lens_host
     if members[0] >= batch.num_decodes and members[-1] - members[0] < len(members):  # neighbours
         part = batch.part(members[0], members[-1] + 1)
         table, seq_lens = part.block_table, part.seq_lens
     else:
-        index = copied(members, torch.int64)
+        index = on_device(members, torch.int64, device)
         table, seq_lens = (x.index_select(0, index) for x in (batch.block_table, batch.seq_lens))
     if any(after):
-        seq_lens = seq_lens - copied(after, seq_lens.dtype)
+        seq_lens = seq_lens - on_device(after, seq_lens.dtype, device)
     sizes = [end - begin for begin, end in spans]
     return rows, replace(
         batch,
         block_table=table,
         seq_lens=seq_lens,
-        cu_seqlens_q=copied([0, *accumulate(sizes)], torch.int32),
+        cu_seqlens_q=on_device([0, *accumulate(sizes)], torch.int32, device),
         num_decodes=0,
         num_decode_tokens=0,
         max_query_len=max(sizes),

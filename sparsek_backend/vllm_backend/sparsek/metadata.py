@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.accounting import attended_by_requests
+from sparsek_backend.vllm_backend.accounting import Accounting
 from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.keys import NO_KEYS, Keys
 from sparsek_backend.vllm_backend.report import (
@@ -77,6 +77,9 @@ class SparseKMetadataBuilder(StepBuilder):
             1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
+        longest = vllm_config.model_config.max_model_len
+        self.counted = [(Accounting(one, longest), n) for one, n in self.policies.items()]
+        self.everything = Accounting(StepPolicy.of(SelectionPolicy()), longest)
         self.page_size = kv_cache_spec.block_size
         self.exempts_last = any(policy.prefill.dense_last for policy in self.policies)
         self.asks_prompts = any(policy.of_ends.dense_last for policy in self.policies)
@@ -200,10 +203,9 @@ class SparseKMetadataBuilder(StepBuilder):
         paged = batch.paged
         lens = (batch.seq_lens, batch.query_lens, paged.num_decodes, paged.prompt_left_host)
         attended = NO_KEYS
-        for policy, layers in self.policies.items():
-            attended = attended.plus(attended_by_requests(policy, *lens), layers)
-        everything = attended_by_requests(StepPolicy.of(SelectionPolicy()), *lens)
-        return attended, NO_KEYS.plus(everything, self.policies.total())
+        for accounting, layers in self.counted:
+            attended = attended.plus(accounting.count(*lens), layers)
+        return attended, NO_KEYS.plus(self.everything.count(*lens), self.policies.total())
 
 
 def take_memory(vllm_config: Any | None, device: torch.device) -> None:

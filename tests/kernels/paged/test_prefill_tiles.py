@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsek_kernels.paged import prefill_tiles as tiles_module
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 
@@ -36,6 +38,8 @@ def test_there_are_as_many_tiles_as_the_host_knows_of(
     ]
     assert prefill_tiles(batch, tile, sum(counts)).tolist() == expected
 
+    with mock.patch.object(tiles_module, "captures", return_value=True):
+        assert prefill_tiles(replace(batch, _derived={}), tile, sum(counts)).tolist() == expected
     unknown = replace(batch, seq_lens_host=None, _derived={})
     for more, asked in ((1, unknown), (2, replace(unknown, query_lens_host=None, _derived={}))):
         found = prefill_tiles(asked, tile, sum(counts)).tolist()

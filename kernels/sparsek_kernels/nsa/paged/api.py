@@ -18,6 +18,7 @@ import math
 import torch
 
 from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
+from sparsek_kernels.common.device import on_device
 from sparsek_kernels.nsa import ops
 from sparsek_kernels.nsa.api import nsa_compress
 from sparsek_kernels.nsa.compress.rotary import rotate
@@ -90,11 +91,9 @@ def _completed_blocks(
             spec.num_compressed(lengths[request]),
         )
     ]
-    host = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
     table = batch.block_table
-    if table.is_cuda:
-        host = host.pin_memory()
-    request, block = host.to(table.device, non_blocking=True).unbind(1)
+    pairs = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+    request, block = on_device(pairs, torch.int64, table.device).unbind(1)
     per_page = page_size // spec.cmp_stride
     row = block + spec.strides_per_cmp - 1
     return request, block, table[request, row // per_page].long() * per_page + row % per_page
