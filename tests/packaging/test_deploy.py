@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -136,8 +137,8 @@ def test_ci_and_readme_run_the_same_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["quickstart.sh", "test.sh", "notebooks.sh", "docs.sh", "docker/test.sh",
-               "grafana/try_dashboard.sh"],
+    "script", ["quickstart.sh", "test.sh", "gpu_tests.sh", "notebooks.sh", "docs.sh",
+               "docker/test.sh", "grafana/try_dashboard.sh"],
 )  # fmt: skip
 def test_scripts_say_what_they_do(script: str) -> None:
     """From any folder, and before they set anything up."""
@@ -164,3 +165,30 @@ def test_a_copy_in_place_of_the_editable_install_is_noticed(tmp_path: Path) -> N
     (site / "sparsek_backend").mkdir()
     (site / "sparsek_backend" / "__init__.py").write_text("")
     assert found() == "other"
+
+
+def test_gpu_tests_run_in_groups_of_which_each_has_a_gpu(tmp_path: Path) -> None:
+    python, told = tmp_path / "python", tmp_path / "told"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'echo "$CUDA_VISIBLE_DEVICES: $*" >> {told}\n'
+        'case "$*" in *tests/nn*xformers_op) exit 1 ;; esac\n'
+    )
+    python.chmod(0o755)
+    done = run("bash", "deploy/gpu_tests.sh", tmp_path, "7", PYTHON=str(python), GPUS="2")
+    assert done.returncode == 1
+    assert "layers: status 1" in done.stdout
+    *groups, ranks = told.read_text().splitlines()
+    assert ranks.startswith(": "), "every GPU"
+    assert {line[:3] for line in groups} == {"0: ", "1: "}
+    taken: list[str] = []
+    for words in (line.split() for line in (*groups, ranks)):
+        ignored = [after for word, after in pairwise(words) if word == "--ignore"]
+        roots = [x for x in words if x.startswith("tests") and x not in ignored]
+        files = {str(x.relative_to(ROOT)) for root in roots for x in _test_files(ROOT / root)}
+        taken += [x for x in files if not any(x.startswith(part) for part in ignored)]
+    assert sorted(taken) == sorted(str(x.relative_to(ROOT)) for x in _test_files(ROOT / "tests"))
+
+
+def _test_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("test_*.py"))
