@@ -224,9 +224,11 @@ def _segments(
     if not (batch.num_decodes or of_prompts.dense_last or alone or _knows_queries(batch)):
         return (Segment(batch, rule),)  # the kernels tell dense tiles from sparse ones
     found = []
-    if batch.num_decodes:
-        found.append(Segment(batch.part(0, batch.num_decodes), policy.decode))
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
+    if batch.num_decodes:
+        longest = max(1, *lengths[: batch.num_decodes])  # prompts beside them may be longer
+        decodes = replace(batch.part(0, batch.num_decodes), max_seq_len=longest, _derived={})
+        found.append(Segment(decodes, policy.decode))
     counts = batch.query_lens
     whole = everything(of_prompts)
     prefills = range(batch.num_decodes, batch.num_requests)

@@ -148,6 +148,14 @@ def test_windows_are_dense_up_to_the_very_position(length: int, dense: bool) -> 
     assert segment.policy.is_dense == dense
 
 
+def test_decodes_are_as_long_as_they_are_not_as_a_prompt_beside_them() -> None:
+    batch = make_batch([300, 260, 4000], [1, 1, 100], 2)
+    decodes, prompt = planned(batch, TOPK)
+    assert (decodes.batch.max_seq_len, prompt.batch.max_seq_len) == (300, 4000)
+    bounded, _ = planned(make_batch([300, 260, 4000], [1, 1, 100], 2), TOPK, [310, 310, 4000])
+    assert bounded.batch.max_seq_len == 310, "bounds are enough"
+
+
 def test_ends_of_sparse_prompts_come_again_as_one_dense_segment() -> None:
     policy = replace(TOPK, dense_last=64)
     batch = make_batch([900, 100, 4000, 5000, 6000], [1, 100, 300, 80, 40], 1)
