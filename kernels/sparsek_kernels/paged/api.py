@@ -408,15 +408,15 @@ def _replayable_segment(
     if not segment.repeats or operands.lse is not None:
         return None
     options: tuple[Hashable, ...] = (operands.softmax_scale, operands.k_scale, operands.v_scale)
+    more = segment.tensors
     if index is not None:
         options = (*options, index.key)
-        own = index.tensors if chosen is None else (chosen.indices,)
-        if own:
-            located = _located(operands.tensors + own, operands.pages)
-            return _replayable(located, options, segment.replays)
+        more += index.tensors if chosen is None else (chosen.indices,)
     known, tensors = operands.located, operands.tensors
     if known is None or not all(map(is_, known.tensors, tensors)):
         operands.located = known = _located(tensors, operands.pages)
+    if more and known is not None:
+        known = _located(tensors + more, known)
     return _replayable(known, options, segment.replays)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from operator import sub
 from typing import Any
@@ -28,6 +28,8 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
 from sparsek_kernels.paged.scratch import rows_per_step
 
+_MOST_LASTING = 64
+"""Decoded tokens of a step whose launches outlive it, with the list that is chosen for each."""
 _HEADS = 64
 """Query heads for which the tokens of prompts have room, where nobody says how many there are."""
 
@@ -44,12 +46,15 @@ class Segment:
         rows: the rows of the step's queries from which ``batch`` counts; a tensor, ``[n]`` int64,
             where they are not neighbours.
         fixed_order: whether every row is added up in one order, whatever else is in the batch.
+        lasting: all that its launches follow from besides tensors, where other steps may repeat
+            them; ``None`` where they depend on more.
     """
 
     batch: PagedBatch
     policy: SelectionPolicy
     rows: slice | torch.Tensor = field(default_factory=lambda: slice(None))
     fixed_order: bool = False
+    lasting: Hashable = None
 
     @property
     def decodes(self) -> bool:
@@ -65,7 +70,15 @@ class Segment:
     @cached_property
     def replays(self) -> dict[Hashable, Any]:
         """Launches of earlier layers, which later ones repeat (``replay.py``)."""
-        return {}
+        return {} if self.lasting is None else _lasting_replays(self.lasting)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors in which steps differ that repeat one another's launches."""
+        batch = self.batch
+        if self.lasting is None:
+            return ()
+        return (batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.rotation)
 
     @property
     def by_request(self) -> bool:
@@ -80,6 +93,12 @@ class Segment:
         batch, policy = self.batch, self.policy
         longest = max(batch.max_seq_len, batch.block_table.shape[1] * page_size)
         return policy.scored_blocks > 0 and not policy.sees_all(longest - 1)
+
+
+@lru_cache(maxsize=16)
+def _lasting_replays(lasting: Hashable) -> dict[Hashable, Any]:
+    """The replays of segments that differ in tensors alone; those asked for last are kept."""
+    return {}
 
 
 def each_segment(
@@ -225,11 +244,9 @@ def _segments(
         return (Segment(batch, rule),)  # the kernels tell dense tiles from sparse ones
     found = []
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
-    if batch.num_decodes:
-        longest = max(1, *lengths[: batch.num_decodes])  # prompts beside them may be longer
-        decodes = replace(batch.part(0, batch.num_decodes), max_seq_len=longest, _derived={})
-        found.append(Segment(decodes, policy.decode))
     counts = batch.query_lens
+    if batch.num_decodes:
+        found.append(_decodes_beside_prompts(batch, policy.decode, lengths, sum(counts)))
     whole = everything(of_prompts)
     prefills = range(batch.num_decodes, batch.num_requests)
     left = batch.prompt_left_host or (None,) * batch.num_requests
@@ -264,6 +281,22 @@ def _segments(
         rows, part = _rows_of_requests(batch, tails, lengths)
         found.append(Segment(part, whole, rows))
     return tuple(found)
+
+
+def _decodes_beside_prompts(
+    batch: PagedBatch, policy: SelectionPolicy, lengths: Sequence[int], num_rows: int
+) -> Segment:
+    """The decodes of a step, launched for a bound of their own contexts that many steps share.
+
+    While a prompt comes chunk by chunk such steps follow each other, and no CUDA graph holds them.
+    """
+    longest = max(1, *lengths[: batch.num_decodes])
+    unit = 1 << max(longest.bit_length() - 6, 0)
+    bound = ceil_div(longest, unit) * unit  # a 32nd more at most
+    part = replace(batch.part(0, batch.num_decodes), max_seq_len=bound, _derived={})
+    few = part.num_decode_tokens <= _MOST_LASTING
+    sizes = (part.num_decodes, part.num_decode_tokens, part.decode_query_len, bound, num_rows)
+    return Segment(part, policy, lasting=(policy, *sizes) if few else None)
 
 
 def _rows_kept(

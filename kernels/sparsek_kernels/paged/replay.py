@@ -1,7 +1,9 @@
 """Calls whose launches are replayed: from a step's second layer on, nothing goes through the JIT.
 
 What a layer launches follows from its policy, from the batch and from how its tensors lie.  Layers
-that agree in these launch the same kernels with the same arguments, but for addresses.
+that agree in these launch the same kernels with the same arguments, but for addresses.  Decodes
+beside prompts repeat the launches of other steps too, whose batches differ in addresses alone
+(:attr:`Segment.lasting`).
 """
 
 from __future__ import annotations

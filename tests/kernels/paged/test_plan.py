@@ -151,9 +151,9 @@ def test_windows_are_dense_up_to_the_very_position(length: int, dense: bool) -> 
 def test_decodes_are_as_long_as_they_are_not_as_a_prompt_beside_them() -> None:
     batch = make_batch([300, 260, 4000], [1, 1, 100], 2)
     decodes, prompt = planned(batch, TOPK)
-    assert (decodes.batch.max_seq_len, prompt.batch.max_seq_len) == (300, 4000)
+    assert (decodes.batch.max_seq_len, prompt.batch.max_seq_len) == (304, 4000)
     bounded, _ = planned(make_batch([300, 260, 4000], [1, 1, 100], 2), TOPK, [310, 310, 4000])
-    assert bounded.batch.max_seq_len == 310, "bounds are enough"
+    assert bounded.batch.max_seq_len == 312, "bounds are enough"
 
 
 def test_ends_of_sparse_prompts_come_again_as_one_dense_segment() -> None:

@@ -22,12 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sparsek_kernels.common import recording as recording_module
 from sparsek_kernels.common.recording import Tensors, run
 from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention, write_kv
+from sparsek_kernels.paged import plan as plan_module
 from sparsek_kernels.paged import replay as replay_module
 from sparsek_kernels.paged import scratch as scratch_module
 from sparsek_kernels.paged.api import _replayable_segment, attend_segment, default_indexers
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.operands import Located, PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step
@@ -322,11 +324,82 @@ def test_attention_is_replayed_where_the_choice_is_not(
     assert (outputs[0].data_ptr(), outputs[1].data_ptr()) in changed
 
 
-def test_steps_keep_their_own_replays(on_cpu: None) -> None:
+@pytest.fixture
+def no_lasting() -> Iterator[None]:
+    """Steps of other tests have left no launches."""
+    plan_module._lasting_replays.cache_clear()
+    yield
+    plan_module._lasting_replays.cache_clear()
+
+
+INDEXERS: dict[str, tuple[StepPolicy, Callable[[], Indexers]]] = {
+    "records": (StepPolicy.of(TOP_K), lambda: default_indexers(StepPolicy.of(TOP_K))),
+    "records, no matrix units": (
+        StepPolicy.of(TOP_K),
+        lambda: default_indexers(StepPolicy.of(TOP_K)),
+    ),
+    "window": (StepPolicy.of(POLICIES["window"]), lambda: Indexers(None, None)),
+    "infllm": (
+        StepPolicy(SelectionPolicy(), TOP_K.per_token(sel_block_size=64)),
+        lambda: Indexers(None, InfLLM()),
+    ),
+    "seer": (
+        StepPolicy(SelectionPolicy(), TOP_K.per_token(sel_block_size=32)),
+        lambda: Indexers(None, Seer(make_gates(4, 2, 64))),
+    ),
+}
+
+
+STEPS = [(1, 1850), (1, 700), (500, 3000)], [(1, 690), (1, 1841), (500, 2990)]
+"""Two decodes and a part of a prompt, in as many pages."""
+
+
+@pytest.mark.parametrize("name", INDEXERS)
+def test_decodes_repeat_what_another_step_launched(
+    name: str, on_cpu: None, no_lasting: None, notes: list[Note], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other requests, of other lengths: as if it had gone through the JIT."""
+    rule, make = INDEXERS[name]
+    monkeypatch.setattr(scratch_module, "take_turns", lambda _device: STREAM)
+    monkeypatch.setattr(choose_launch, "_fits", lambda *_: name == "records")
+    shape = {"heads": 4, "dim": 64, "page_size": 64, "head_major": True, "dtype": torch.bfloat16}
+    first, second = (make_problem(step, num_decodes=2, **shape) for step in STEPS)
+    indexers = make()
+
+    def launched(problem: Problem, *, through_the_jit: bool) -> list[Any]:
+        """What a step's decodes launch, by the names of their tensors."""
+        if through_the_jit:
+            plan_module._lasting_replays.cache_clear()
+        decodes = plan_step(replace(problem.batch, _derived={}), rule)[0]
+        operands = problem.operands(torch.empty_like(problem.q))
+        with (
+            mock.patch.object(torch.Tensor, "is_cuda", True),
+            mock.patch.object(
+                attend_launch,
+                "attend_segment",
+                side_effect=None if through_the_jit else AssertionError("not a replay"),
+                wraps=attend_launch.attend_segment,
+            ),
+        ):
+            attend_segment(operands, decodes, indexers.of(decodes))
+        of_step = (decodes.batch.block_table, decodes.batch.seq_lens, decodes.batch.cu_seqlens_q)
+        return described(taken(notes), operands.tensors + of_step)
+
+    wanted = launched(second, through_the_jit=True)
+    launched(first, through_the_jit=True)
+    found = launched(second, through_the_jit=False)
+    assert (found[0][0] == "weigh_cells_kernel") == (name == "records")
+    assert [note[:2] for note in found] == [note[:2] for note in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert same_but_for_order(one[2], other[2]), one[0]
+
+
+def test_steps_keep_their_own_replays_but_for_decodes(on_cpu: None, no_lasting: None) -> None:
     rule = StepPolicy.of(TOP_K)
     one, other = layer(1).batch, layer(1).batch
     for each in plan_step(one, rule):
-        assert all(each.replays is not later.replays for later in plan_step(other, rule))
+        shared = [each.replays is later.replays for later in plan_step(other, rule)]
+        assert sum(shared) == each.decodes
     first, again = plan_step(one, rule), plan_step(one, rule)
     assert all(x.replays is y.replays for x, y in zip(first, again, strict=True))
     assert len({id(each.replays) for each in first}) == len(first) > 1
@@ -454,3 +527,24 @@ def test_replayed_layers_equal_launched_ones(policy: str) -> None:
     ):
         found = attend(second, first.batch)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_repeats_another_equals_a_launched_one(policy: str, no_lasting: None) -> None:
+    shape = {"heads": 4, "dim": 64, "page_size": 64, "head_major": True, "dtype": torch.bfloat16}
+    steps = [make_problem(step, num_decodes=2, device="cuda", **shape) for step in STEPS]
+    rule = POLICIES[policy]
+
+    def attend(problem: Problem) -> torch.Tensor:
+        cache = (problem.k_cache, problem.v_cache, replace(problem.batch, _derived={}))
+        return paged_attention(problem.q, *cache, rule, k_summary=problem.k_summary)
+
+    wanted = attend(steps[1])
+    plan_module._lasting_replays.cache_clear()
+    attend(steps[0])
+    decodes = plan_step(replace(steps[1].batch, _derived={}), StepPolicy.of(rule))[0]
+    assert len(decodes.replays) == 1
+    assert torch.equal(attend(steps[1]), wanted)
+    assert len(decodes.replays) == 1
