@@ -5,12 +5,14 @@
 Servers cut prompts into chunks and decode beside them.  No CUDA graph holds such steps, so the time
 that the host takes to launch kernels counts.  Each step is run for the layers of a model: with
 launches through Triton's JIT, with replayed ones (the same results, bit for bit, or exit status 1),
-and through the FlashAttention-3 that vLLM ships, where there is one.
+and through the FlashAttention-3 that vLLM ships, where there is one.  ``new_steps`` has the time of
+whole steps of few layers, each planned anew for a longer context.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -35,6 +37,8 @@ HEADS, KV_HEADS, DIM, PAGE, LAYERS = 32, 8, 128, 64, 32
 REQUESTS, LONGEST = 12, 34816
 STEPS = ((0, 1024, 16384), (0, 1024, 32768), (10, 1014, 32768), (10, 0, 0), (0, 8192, 32768))
 """Decodes, new tokens of a prompt, and its tokens so far."""
+NEW_LAYERS = 8
+"""Layers of a step that is planned anew, as a server's are: the first one's launches cost most."""
 
 
 class Layer:
@@ -97,7 +101,7 @@ class Layer:
 
 
 def microseconds(work: Callable[[], None]) -> dict[str, float]:
-    """Best of five of the time of a layer, and of the host's share of it."""
+    """Best of five of the time of one call, and of the host's share of it."""
     found = []
     for _ in range(6):
         torch.cuda.synchronize()
@@ -109,6 +113,21 @@ def microseconds(work: Callable[[], None]) -> dict[str, float]:
         found.append((time.perf_counter() - begin, host))
     total, host = min(found[1:])
     return {"total_us": total / LAYERS * 1e6, "host_us": host / LAYERS * 1e6}
+
+
+def new_steps(
+    layer: Layer, shape: tuple[int, int, int], attend: Callable[..., None]
+) -> Callable[[], None]:
+    """Attends a step of :data:`NEW_LAYERS` layers, of a longer context each time it is called."""
+    decodes, chunk, context = shape
+    contexts = itertools.cycle(range(max(context - 4 * chunk, chunk), context + 1, chunk or 1))
+
+    def step() -> None:
+        batch, lengths = layer.step(decodes, chunk, next(contexts))
+        for _ in range(NEW_LAYERS):
+            attend(batch, lengths)
+
+    return step
 
 
 def flash_attention() -> Any:
@@ -145,9 +164,15 @@ def main() -> int:
             outs[name] = out
         same = torch.equal(outs["jit"], outs["replayed"])
         wrong += not same
+        row["new_steps"] = microseconds(
+            new_steps(layer, shape, lambda *step: layer.attend(q, out, *step))  # noqa: B023
+        )
         if flash is not None:
             out = torch.empty_like(q)
             row["flash_attn"] = microseconds(lambda: layer.flash(flash, q, out, batch))  # noqa: B023
+            row["flash_attn_new_steps"] = microseconds(
+                new_steps(layer, shape, lambda batch, _: layer.flash(flash, q, out, batch))  # noqa: B023
+            )
         rows.append({**row, "same_result": same})
         print(rows[-1], flush=True)
     machine = asdict(describe_machine(choose_device("auto"), options.commit))
