@@ -131,7 +131,8 @@ def _describe_policy(policy: SelectionPolicy, mode: str) -> str:
         return "dense"
     if not policy.selects_blocks:
         if policy.is_band:
-            return f"the model's sliding window of {policy.window_size}"
+            whose = "a" if mode == "sink_window" else "the model's"  # both may have one
+            return f"{whose} sliding window of {policy.window_size}"
         return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
     if policy.alignment:
         return (

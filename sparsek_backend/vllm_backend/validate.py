@@ -263,7 +263,8 @@ def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
     models = [vllm_config.model_config]
     if speculative is not None:
         models = [speculative.target_model_config, speculative.draft_model_config]
-    configs = [model.hf_text_config for model in models if model is not None]
+    # Drafts without a model of their own, such as n-grams, have the served one's again.
+    configs = list({id(x.hf_text_config): x.hf_text_config for x in models if x}.values())
     if not all(hasattr(config, "num_hidden_layers") for config in configs):
         return
     count = sum(config.num_hidden_layers for config in configs)

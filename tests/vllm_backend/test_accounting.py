@@ -162,6 +162,9 @@ def test_the_line_per_layer_group() -> None:
     assert "the model's sliding window of 48" in describe_layers(
         [1], StepPolicy.of(SelectionPolicy(window_size=48)), None, 64, "cpu"
     )
+    by_settings = StepPolicy.of(SelectionPolicy(window_size=48))  # or the model's: both may be
+    line = describe_layers([1], by_settings, None, 64, "cpu", mode="sink_window")
+    assert line == "SPARSEK layers 1: a sliding window of 48, pages of 64, CPU path"
     window = StepPolicy.of(SelectionPolicy(num_sink=0, window_size=48, dense_below=100))
     assert "sink_window, 0 sink tokens + window 48" in describe_layers([1], window, None, 64, "cpu")
     half = describe_layers([0], StepPolicy(tiles, SelectionPolicy()), None, 64, "cpu")

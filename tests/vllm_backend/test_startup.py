@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparsek_backend.config import ConfigError, resolve_config
+from tests.vllm_backend.drafts import speculation
 from tests.vllm_backend.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -257,6 +258,14 @@ def test_settings_stop_the_start(
 def test_every_layer_of_the_model_may_be_dense(llama: Path) -> None:
     for layers in (0, 2, [], [0, 1]):
         configure(llama, additional_config={"sparsek": {"dense_layers": layers}})
+
+
+def test_drafts_without_a_model_add_no_layers(llama: Path) -> None:
+    """vLLM says that the draft model of n-grams is the served one."""
+    drafts = speculation("ngram", llama, llama)
+    configure(llama, additional_config={"sparsek": {"dense_layers": 2}}, **drafts)
+    with pytest.raises(ValueError, match=r"dense_layers .* which has 2, .* got \[3\]"):
+        configure(llama, additional_config={"sparsek": {"dense_layers": [3]}}, **drafts)
 
 
 def test_contexts_that_no_list_can_number_stop_the_start(llama: Path) -> None:

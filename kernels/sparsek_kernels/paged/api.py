@@ -292,6 +292,7 @@ def paged_attention(
     if any(not isinstance(x, torch.Tensor) or x.dim() != rank for x, rank in ranks):
         _, _, dim = check_cache(k_cache, v_cache)
         check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
+        check_tensor("v_cache", v_cache, ("num_pages", "Hkv", "page_size", "Dv"))
     # What else they must be is checked by segment, but for launches that are repeated.
     page_size, dim = k_cache.shape[2:]
     rule = fit_both(StepPolicy.of(policy), page_size)
@@ -300,7 +301,10 @@ def paged_attention(
     if rule.selects_blocks and indexers.reads_pages and k_summary is None:
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
     shape = (*q.shape[:2], v_cache.shape[-1])
-    out = q.new_empty(shape) if out is None else out
+    if out is None:
+        out = q.new_empty(shape)
+    elif isinstance(out, torch.Tensor) and 0 != out.data_ptr() == q.data_ptr():
+        raise ValueError("out: expected memory of its own, got that of q")
     scale = check_scale(softmax_scale, dim)
     operands = PagedOperands(
         q, k_cache, v_cache, out, scale, k_summary, sinks, k_scale=k_scale, v_scale=v_scale

@@ -162,12 +162,13 @@ def _checked_rows(batch: PagedBatch, num_pages: int, page_size: int, first_page:
     check_tensor("block_table", batch.block_table, ("R", "max_pages"), integers)
     check_tensor("seq_lens", batch.seq_lens, ("R",), integers)
     check_tensor("cu_seqlens_q", batch.cu_seqlens_q, ("R + 1",), integers)
-    left = batch.prompt_left_host
-    if left is not None and len(left) != batch.num_requests:
-        raise ValueError(
-            f"prompt_left_host: expected None, or a number for each of {batch.num_requests} "
-            f"requests, got {len(left)}"
-        )
+    for name in ("prompt_left_host", "seq_lens_host"):
+        given = getattr(batch, name)
+        if given is not None and len(given) != batch.num_requests:
+            raise ValueError(
+                f"{name}: expected None, or a number for each of {batch.num_requests} requests, "
+                f"got {len(given)}"
+            )
     counts, lengths = batch.query_lens, batch.seq_lens_host
     if lengths is None and batch.seq_lens.device.type == "cpu":
         lengths, _ = host_lengths(batch)
@@ -186,6 +187,11 @@ def _check_requests(batch: PagedBatch, lengths: tuple[int, ...], page_size: int)
         raise ValueError(
             f"seq_lens: expected no more requests than block_table, cu_seqlens_q and query_lens "
             f"have, which is {min(sizes)}, got {requests}"
+        )
+    if len(counts) > requests:
+        raise ValueError(
+            f"cu_seqlens_q, query_lens_host: expected {requests} requests, as many as seq_lens "
+            f"has, got {len(counts)}"
         )
     room = batch.block_table.shape[1] * page_size
     for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):

@@ -356,9 +356,16 @@ class StepPolicy:
         """The policies of both phases.
 
         One policy alone gives decoded tokens as many tokens as a tile, by records.
+
+        Raises:
+            TypeError: it is no policy.
         """
         if isinstance(policy, StepPolicy):
             return policy
+        if not isinstance(policy, SelectionPolicy):
+            raise TypeError(
+                f"policy: expected a SelectionPolicy or a StepPolicy, got {type(policy).__name__}"
+            )
         single = replace(policy, dense_last=0)
         if policy.selects_blocks and not policy.alignment:
             single = policy.by_records(policy.top_k * policy.sel_block_size)

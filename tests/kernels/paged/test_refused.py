@@ -45,6 +45,8 @@ def _selection() -> dict[str, object]:
         ({"q": torch.zeros(71, 4, 32, dtype=torch.float64)}, TypeError, "q: expected dtype"),
         ({"q": torch.zeros(71, 4, 32, dtype=torch.float16)}, TypeError, "k_cache: expected"),
         ({"q": [1]}, TypeError, "q: expected a torch.Tensor, got list"),
+        ({"v_cache": None}, TypeError, "v_cache: expected a torch.Tensor, got NoneType"),
+        ({"policy": "dense"}, TypeError, "policy: expected a SelectionPolicy or a StepPolicy"),
         ({"k_summary": None}, ValueError, "k_summary: expected the page summaries"),
         ({"k_summary": torch.zeros(1, 2, 2, 32)}, ValueError, "k_summary: expected shape"),
         ({"k_summary": SUMMARY.half()}, TypeError, "k_summary: expected dtype torch.uint8"),
@@ -66,20 +68,29 @@ def test_bad_arguments(change: dict[str, object], error: type[Exception], match:
         paged_attention(**arguments)
 
 
+def test_an_output_in_the_memory_of_the_queries_is_refused() -> None:
+    """Dense ends of prompts read their queries after the other rows are written."""
+    arguments = _arguments()
+    with pytest.raises(ValueError, match="out: expected memory of its own, got that of q"):
+        paged_attention(**arguments, out=arguments["q"])
+
+
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
         ({"query_lens_host": (1, 71)}, "q: expected at least 72 rows, .* got 71"),
         ({"prompt_left_host": (0,)}, r"prompt_left_host: .* each of 2 requests, got 1"),
+        ({"seq_lens_host": (40,)}, r"seq_lens_host: .* each of 2 requests, got 1"),
+        ({"query_lens_host": (1, 70, 0)}, r"cu_seqlens_q.*: expected 2 requests, .* got 3"),
         ({"seq_lens_host": (40, 69)}, r"seq_lens: expected 70 .* for request 1, got 69"),
         ({"seq_lens_host": (40, 10**6)}, r"seq_lens: expected 70 .* for request 1, got 1000000"),
     ],
-    ids=["queries", "prompts", "short", "long"],
+    ids=["queries", "prompts", "fewer", "more", "short", "long"],
 )
 def test_batches_that_do_not_fit(fields: dict[str, tuple[int, ...]], match: str) -> None:
     arguments = _arguments()
     batch = replace(arguments["batch"], **fields, _derived={})
-    if "query_lens_host" in fields:  # long enough for the extra query
+    if len(fields.get("query_lens_host", ())) == 2:  # long enough for the extra query
         batch = replace(batch, seq_lens_host=(40, 71), _derived={})
     with pytest.raises(ValueError, match=match):
         paged_attention(**{**arguments, "batch": batch})
@@ -106,6 +117,11 @@ def test_batches_that_do_not_fit(fields: dict[str, tuple[int, ...]], match: str)
         ),
         ({"block_table": torch.full((2, 3), 99).int()}, ValueError, "block_table: .* got 99"),
         ({"block_table": torch.full((2, 3), -1).int()}, ValueError, "block_table: .* got -1"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 1, 71, 71])},
+            ValueError,
+            r"cu_seqlens_q.*: expected 2 requests, as many as seq_lens has, got 3",
+        ),
         ({"cu_seqlens_q": torch.tensor([0, 1.0, 71.0])}, TypeError, "cu_seqlens_q: expected dtype"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
