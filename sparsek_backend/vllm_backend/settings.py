@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsek_backend.config import ConfigError, ResolvedConfig, read_section, resolve_config
@@ -63,8 +64,8 @@ def prefill_pattern(resolved: ResolvedConfig) -> PrefillPattern | None:
 
     source = f"SPARSEK setting pattern (from {resolved.sources['pattern']})"
     try:
-        found = PrefillPattern.load(config.pattern)
-    except (ImportError, OSError, ValueError) as error:
+        found = PrefillPattern.load(Path(config.pattern).expanduser())
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # or there is no such user
         raise ConfigError(
             f"{source}: {error}; remedy: make the file with `sparsek patterns learn MODEL "
             "--prefill --out FILE`"

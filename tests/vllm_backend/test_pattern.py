@@ -121,6 +121,15 @@ def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
         make_config(tmp_path, additional_config={"sparsek": settings(Path("a" * 300))})
 
 
+def test_a_file_may_lie_in_a_users_folder(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_config(tmp_path, additional_config={"sparsek": settings(Path("~") / file.name)})
+    with pytest.raises(ValueError, match=r"pattern \(from .*\): .*home directory.*; remedy: make"):
+        make_config(tmp_path, additional_config={"sparsek": settings(Path("~nobody.here/x"))})
+
+
 @pytest.mark.engine
 @requires_cpu_vllm
 def test_an_engine_is_dense_within_its_budget_and_follows_the_file_beyond(
