@@ -77,7 +77,7 @@ class SparseKMetadataBuilder(StepBuilder):
             1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
-        longest = vllm_config.model_config.max_model_len
+        longest = min(vllm_config.model_config.max_model_len, 1 << 18)
         self.counted = [(Accounting(one, longest), n) for one, n in self.policies.items()]
         self.everything = Accounting(StepPolicy.of(SelectionPolicy()), longest)
         self.page_size = kv_cache_spec.block_size
