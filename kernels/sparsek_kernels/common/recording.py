@@ -250,6 +250,11 @@ class Recording:
             self._usable, self.ambiguous = False, True
         return same[0]
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was launched."""
+        return self._usable and not self._launches
+
     def finish(self) -> Replay | None:
         """The launches; ``None`` where they cannot be replayed, or there were none."""
         if not self._usable or not self._launches:

@@ -98,6 +98,8 @@ class ReplayableCall:
             return
         with recording(self.located.tensors) as record:
             yield
+        if record.empty:  # kernels were compiled, as at a server's start, and nothing launched
+            return
         if len(self.replays) >= _MOST_REPLAYS:
             self.replays.clear()
         self.replays[self.key] = record.finish()

@@ -489,6 +489,18 @@ def test_tensors_that_cannot_be_told_apart_are_counted_and_logged_once(
     assert ["share an address or a storage" in message for message in caplog.messages] == [True]
 
 
+def test_where_nothing_is_launched_a_later_call_is_recorded(notes: list[Note]) -> None:
+    """As where kernels are compiled alone, at the start of a server."""
+    replays: Replays = {}
+    call = call_of((torch.zeros(8),), "rule", replays)
+    with call.recorded():
+        pass
+    assert not replays
+    with call.recorded():
+        run(SpiedKernel("kernel", ["x"], notes), (1,), torch.zeros(8))
+    assert call.replay()
+
+
 def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
     replays: Replays = {}
     call = call_of((torch.zeros(8),), "rule", replays)
