@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -23,8 +24,11 @@ from tests.kernels.gluon_interpreter.values import Pointer, Value, Word, like, u
 
 def value(x: Any) -> Any:
     """Numbers as the language holds them at run time: 32-bit where they fit."""
-    if isinstance(x, bool) or not isinstance(x, int | float):
-        return x
+    return _number(x) if type(x) in (int, float) else x
+
+
+@functools.lru_cache(1 << 16, typed=True)
+def _number(x: int | float) -> Value:
     if isinstance(x, float):
         return Value(torch.tensor(x, dtype=torch.float32))
     wide = not -(2**31) <= x < 2**31

@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from tests.kernels.gluon_interpreter.values import Late, Pointer, Value, unwrap
 
 Work = Callable[[], None]
+_THREADS = ThreadPoolExecutor(1024)
+"""Those that wait for work do it; there are as many as have run at a time."""
 
 
 class Deadlock(RuntimeError):
@@ -219,7 +222,7 @@ class Machine:
         self.order, self.late = order, late
         self.current: Partition
         self.partitions: list[Partition] = []
-        self.threads: list[threading.Thread] = []
+        self.threads: list[Future[None]] = []
         self.problem: BaseException | None = None
         self.done = threading.Event()
         self.loads: list[Load] = []
@@ -247,8 +250,7 @@ class Machine:
         self.done.wait()
         for partition in self.partitions:
             partition.turn.release()
-        for thread in self.threads:
-            thread.join()
+        wait(self.threads)
         if self.problem is not None:
             raise self.problem
 
@@ -268,8 +270,7 @@ class Machine:
     def _start(self, partition: Partition) -> None:
         self.partitions.append(partition)
         partition.turn.acquire()
-        self.threads.append(threading.Thread(target=self._main, args=(partition,)))
-        self.threads[-1].start()
+        self.threads.append(_THREADS.submit(self._main, partition))
 
     def _main(self, partition: Partition) -> None:
         partition.turn.acquire()

@@ -38,10 +38,10 @@ def _binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
         a, b = self.data, unwrap(other)
-        if isinstance(b, torch.Tensor):
+        if isinstance(b, torch.Tensor) and a.dtype != b.dtype:
             # Torch takes the type of the operand with dimensions; the language the wider one.
             kind = torch.promote_types(a.dtype, b.dtype)
-            if not kind.is_floating_point and kind != torch.bool:
+            if not kind.is_floating_point:
                 a, b = a.to(kind), b.to(kind)
         return like(function(b, a) if swapped else function(a, b), self, other)
 
@@ -203,6 +203,8 @@ class Pointer:
 
     def load(self, mask: Any = None, other: Any = None) -> Value:
         """Elements; those that are masked out are ``other``, garbage without."""
+        if mask is None and not self.offset.dim() and 0 <= int(self.offset) < self.storage.numel():
+            return Value(self.storage[int(self.offset)].clone())
         offset, held = self.resolve(mask)
         if not self.storage.numel():
             found = torch.zeros(offset.shape, dtype=self.storage.dtype)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import processes
+from tests.kernels import scripts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -33,16 +34,17 @@ BOX_KERNELS = {"nsa_selected_hopper_tma_part_kernel"}
 SHARING_KERNELS = {"nsa_share_blocks_kernel"}  # of groups whose tiles have few tokens
 
 
-def run_script(name: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a script beside this file in a process of its own."""
+def run_on_gpu(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run a script beside this file in a process that nothing was imported in before."""
     path = processes.import_path(ROOT, ROOT / "kernels")
     return processes.run(
-        sys.executable, HERE / name, *args, env={**os.environ, "PYTHONPATH": path, **env}
+        *(sys.executable, HERE / name, "--device", "cuda", *args),
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
     )
 
 
 def test_interpreted_kernels_agree_with_the_oracle() -> None:
-    done = run_script("kernel_cases.py", TRITON_INTERPRET="1")
+    done = scripts.run(HERE / "kernel_cases.py", interpret=True)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
     assert sum(line.startswith("ok") for line in done.stdout.splitlines()) > 200
@@ -64,7 +66,7 @@ WAYS = pytest.mark.parametrize(
 
 @WAYS
 def test_hopper_kernels_agree_with_the_oracle(way: list[str]) -> None:
-    done = run_script("kernel_cases.py", "--size", "hopper", *way, TRITON_INTERPRET="0")
+    done = scripts.run(HERE / "kernel_cases.py", "--size", "hopper", *way)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
     assert sum("hopper" in line or "boxes" in line for line in done.stdout.splitlines()) > 50
@@ -72,7 +74,7 @@ def test_hopper_kernels_agree_with_the_oracle(way: list[str]) -> None:
 
 @WAYS
 def test_block_scores_agree_with_the_oracle(way: list[str]) -> None:
-    done = run_script("score_cases.py", *way, TRITON_INTERPRET="0")
+    done = scripts.run(HERE / "score_cases.py", *way)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
     assert sum(line.startswith("ok") for line in done.stdout.splitlines()) > 18
@@ -83,16 +85,7 @@ def test_block_scores_agree_with_the_oracle(way: list[str]) -> None:
     [(80, 4, 128), (86, 4, 128), (90, 16, 128), (90, 4, 128), (90, 1, 64), (100, 16, 128)],
 )
 def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> None:
-    done = run_script(
-        "aot.py",
-        "--arch",
-        str(arch),
-        "--group",
-        str(group),
-        "--dim",
-        str(dim),
-        TRITON_INTERPRET="0",
-    )
+    done = scripts.run(HERE / "aot.py", "--arch", arch, "--group", group, "--dim", dim)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     hopper = HOPPER_KERNELS | (BOX_KERNELS if group >= 8 else set())
@@ -109,7 +102,7 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> No
 
 
 def test_backward_of_compressed_attention_compiles_for_hopper() -> None:
-    done = run_script("aot_hopper.py", TRITON_INTERPRET="0")
+    done = scripts.run(HERE / "aot_hopper.py")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 3
@@ -123,8 +116,7 @@ def test_backward_of_compressed_attention_compiles_for_hopper() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("part", range(8))
 def test_block_scores_on_the_gpu(part: int) -> None:
-    args = ("--device", "cuda", "--tokens", "5000", "--part", f"{part}/8")
-    done = run_script("score_cases.py", *args, TRITON_INTERPRET="0")
+    done = run_on_gpu("score_cases.py", "--tokens", "5000", "--part", f"{part}/8")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
@@ -132,7 +124,6 @@ def test_block_scores_on_the_gpu(part: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("part", range(12))
 def test_kernels_on_the_gpu(part: int) -> None:
-    args = ("--device", "cuda", "--size", "gpu", "--part", f"{part}/12")
-    done = run_script("kernel_cases.py", *args, TRITON_INTERPRET="0")
+    done = run_on_gpu("kernel_cases.py", "--size", "gpu", "--part", f"{part}/12")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]

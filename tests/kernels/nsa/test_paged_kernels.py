@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +16,14 @@ from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
 from sparsek_kernels.nsa.paged.api import dummy_run, nsa_paged_attention
-from tests import processes
+from tests.kernels import scripts
 from tests.kernels.nsa.paged_layer import PagedLayer, make_layer, make_tokens
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-
-
-def run_script(name: str, *args: str, interpret: bool) -> subprocess.CompletedProcess[str]:
-    """Run a script beside this file in a process of its own."""
-    path = processes.import_path(ROOT, ROOT / "kernels")
-    return processes.run(
-        *(sys.executable, HERE / name, *args),
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(int(interpret))},
-    )
 
 
 def test_interpreted_decode_equals_the_layer() -> None:
-    done = run_script("paged_cases.py", interpret=True)
+    done = scripts.run(HERE / "paged_cases.py", interpret=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert sum(line.startswith("ok") for line in done.stdout.splitlines()) == 16
 
@@ -47,7 +34,7 @@ def test_interpreted_decode_equals_the_layer() -> None:
      (100, 8, 256, "float16")],
 )  # fmt: skip
 def test_kernels_compile_without_spilling(arch: int, group: int, dim: int, dtype: str) -> None:
-    done = run_script("paged_aot.py", str(arch), str(group), str(dim), dtype, interpret=False)
+    done = scripts.run(HERE / "paged_aot.py", arch, group, dim, dtype)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["kernel"] for row in rows} == {

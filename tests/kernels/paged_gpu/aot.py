@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import re
 import subprocess
@@ -483,6 +484,7 @@ if __name__ == "__main__":
     if not asked.each:
         compile_all(asked)
     else:
+        gc.freeze()  # no search for garbage looks at what was imported
         for line in sys.stdin:
             try:
                 compile_all(parsed(line.split()))

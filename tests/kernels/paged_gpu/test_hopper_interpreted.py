@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import processes
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+from tests.kernels import scripts
 
 
 @pytest.mark.parametrize(
@@ -26,11 +21,8 @@ ROOT = HERE.parents[2]
     ids=["first-late", "last-early", "first-early", "last-late"],
 )
 def test_hopper_kernels_agree_with_the_oracle(order: str, timing: list[str], part: str) -> None:
-    path = processes.import_path(ROOT, ROOT / "kernels")
-    done = processes.run(
-        *(sys.executable, HERE / "hopper_cases.py", "--order", order, *timing, "--part", part),
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
-    )
+    script = Path(__file__).with_name("hopper_cases.py")
+    done = scripts.run(script, "--order", order, *timing, "--part", part)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
     checks = {"0/2": 21, "1/2": 18}[part]

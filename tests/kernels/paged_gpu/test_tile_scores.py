@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,8 @@ from hypothesis import strategies as st
 from score_cases import BOUND, HOPPER, PORTABLE, Case, check
 
 from sparsek_kernels.paged.index.two_step import launch_scores
-from tests import processes
+from tests.kernels import scripts
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 ALL = [*PORTABLE, *(case for case in HOPPER if case not in PORTABLE)]
 SMALL = Case("small", [(70, 500), (80, 600)], 1, 1, 16)
 interpreted = pytest.mark.skipif(
@@ -80,10 +76,7 @@ def test_the_kernel_for_hopper_on_the_gpu(case: Case, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("timing", [[], ["--early"]], ids=["late", "early"])
 @pytest.mark.parametrize("order", ["first first", "last first"])
 def test_the_kernel_for_hopper_agrees_with_the_oracle(order: str, timing: list[str]) -> None:
-    path = processes.import_path(ROOT, ROOT / "kernels", HERE)
-    done = processes.run(
-        *(sys.executable, HERE / "score_cases.py", "--hopper", "--order", order, *timing),
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
-    )
+    script = Path(__file__).with_name("score_cases.py")
+    done = scripts.run(script, "--hopper", "--order", order, *timing)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]

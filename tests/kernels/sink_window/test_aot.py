@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.kernels import scripts
 
-ROOT = Path(__file__).parents[3]
 MATRIX = ("_fwd_kernel", "_dkdv_kernel", "_dq_kernel", "hopper_bwd_kernel", "_small_kernel")
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Bytes of stack a thread may have: loop invariants, never accumulators.  The portable dk/dv kernel
@@ -21,15 +18,9 @@ STACK = {"default": 160, ("sink_window_bwd_dkdv_kernel", 90): 512}
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_compile(arch: int, tmp_path: Path) -> None:
+def test_kernels_compile(arch: int) -> None:
     pytest.importorskip("triton")
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": processes.import_path(ROOT, ROOT / "kernels"),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    done = processes.run(sys.executable, Path(__file__).with_name("aot.py"), arch, env=environment)
+    done = scripts.run(Path(__file__).with_name("aot.py"), arch)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == (16 if arch == 90 else 7)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.kernels import scripts
 
 
 @pytest.mark.parametrize(
-    ("name", "interpreted"), [("interpreted.py", "1"), ("interpreted_hopper.py", "0")]
+    ("name", "interpret"), [("interpreted.py", True), ("interpreted_hopper.py", False)]
 )
-def test_kernels_in_the_interpreter(name: str, interpreted: str) -> None:
+def test_kernels_in_the_interpreter(name: str, interpret: bool) -> None:
     script = Path(__file__).with_name(name)
-    done = processes.run(
-        *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", script),
-        env={**os.environ, "TRITON_INTERPRET": interpreted},
-    )
+    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", script)
+    done = scripts.run(*command, interpret=interpret)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
