@@ -6,6 +6,7 @@ please: each is forked from a process that has imported the packages and done no
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -59,7 +60,7 @@ def _server(interpret: bool) -> subprocess.Popen[str]:
     """The process that others are forked from; it ends when this one does."""
     path = processes.import_path(ROOT, ROOT / "kernels")
     given = {"PYTHONFAULTHANDLER": "1", "PYTHONPATH": path, "TRITON_INTERPRET": f"{interpret:d}"}
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-m", __name__],
         env={**os.environ, **given},
         stdin=subprocess.PIPE,
@@ -67,6 +68,8 @@ def _server(interpret: bool) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    atexit.register(server.__exit__, None, None, None)  # closes its input and waits for it
+    return server
 
 
 def _serve() -> None:
