@@ -82,14 +82,11 @@ def report(kernel: Any, arch: int, constexprs: dict[str, Any], warps: int, stage
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     if kernel.is_gluon():
         require_lasting_barriers(kernel.__name__, compiled.asm["ttgir"])
-    # Machine code is listed, which takes long, where its waits tell something.
-    sass = ["--dump-sass"] if kernel.is_gluon() else []
-    ptx = compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         listing = subprocess.run(
-            [TOOLS / "cuobjdump", "--dump-resource-usage", *sass, file.name],
+            [TOOLS / "cuobjdump", "--dump-resource-usage", "--dump-sass", file.name],
             capture_output=True,
             text=True,
             check=True,
@@ -99,9 +96,9 @@ def report(kernel: Any, arch: int, constexprs: dict[str, Any], warps: int, stage
         "arch": arch,
         "stack": max(map(int, re.findall(r"STACK:(\d+)", listing))),
         "shared": compiled.metadata.shared,
-        "hgmma": listing.count("HGMMA") if sass else ptx.count("wgmma.mma_async"),
+        "hgmma": listing.count("HGMMA"),
         "waits": listing.count("WARPGROUP.DEPBAR"),
-        "mma": ptx.count("mma.sync") + ptx.count("tcgen05.mma"),
+        "mma": listing.count("HMMA") + listing.count("UTCHMMA") + listing.count("UTCMMA"),
     }
     print(json.dumps(line), flush=True)
 
