@@ -7,8 +7,9 @@
 set -euo pipefail
 
 case ${1:---help} in -h | --help) sed -n '2,/^[^#]/s/^# //p' "$0" && exit ;; esac
+OUT=$(realpath -m -- "$1")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-OUT=$1 PROCESSES=${2:-12} PYTHON=${PYTHON:-python3}
+PROCESSES=${2:-12} PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}
 [ "$GPUS" -gt 0 ] || { echo "error: no CUDA GPU is to be seen" >&2 && exit 1; }
 mkdir -p "$OUT"

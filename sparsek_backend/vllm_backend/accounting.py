@@ -83,7 +83,7 @@ class Accounting:
         return Keys(of_prompts, of_decodes)
 
     def _count_decodes(self, seq_lens: Positions, query_lens: Positions) -> int:
-        """Keys that decodes attend: those of one request share what its first token chose."""
+        """Keys that decodes attend.  The tokens of a request share what its first one chose."""
         if query_lens.max(initial=0) <= 1:
             return self._decode.between(seq_lens - query_lens, seq_lens)
         position = query_positions(seq_lens, query_lens)
