@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "llama-3.1-8b-half": {**_LLAMA_8B, "num_hidden_layers": 16},
     "llama-3.1-8b-quarter": {**_LLAMA_8B, "num_hidden_layers": 8},
     "llama-3.1-70b-tenth": {
         **_LLAMA_8B,

@@ -533,6 +533,7 @@ def test_replayed_layers_equal_launched_ones(policy: str) -> None:
         return paged_attention(problem.q, *cache, batch, rule, out=out, **options)
 
     wanted = attend(second, replace(second.batch, _derived={}))
+    assert wanted.isfinite().all()
     attend(first, first.batch)
     with mock.patch.object(
         attend_launch, "attend_segment", side_effect=AssertionError("not a replay")
@@ -548,12 +549,17 @@ def test_a_step_that_repeats_another_equals_a_launched_one(policy: str, no_lasti
     shape = {"heads": 4, "dim": 64, "page_size": 64, "head_major": True, "dtype": torch.bfloat16}
     steps = [make_problem(step, num_decodes=2, device="cuda", **shape) for step in STEPS]
     rule = POLICIES[policy]
+    for step in steps:
+        cache = (step.k_cache, step.v_cache, step.k_summary)
+        for keys, values, slots in zip(step.keys, step.values, step.slots, strict=True):
+            write_kv(keys, values, *cache, slots)
 
     def attend(problem: Problem) -> torch.Tensor:
         cache = (problem.k_cache, problem.v_cache, replace(problem.batch, _derived={}))
         return paged_attention(problem.q, *cache, rule, k_summary=problem.k_summary)
 
     wanted = attend(steps[1])
+    assert wanted.isfinite().all()
     plan_module._lasting_replays.cache_clear()
     attend(steps[0])
     decodes = plan_step(replace(steps[1].batch, _derived={}), StepPolicy.of(rule))[0]
