@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from sparsek_backend import machine
 from sparsek_backend.eval import runs
@@ -115,4 +115,8 @@ def test_a_model_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "backend" not in began
     assert ended["backend"].startswith("SPARSEK, ")
     assert "of the context attended in decode" in ended["backend"]
-    assert scored["nll"] == pytest.approx(math.log(VOCABULARY), abs=2.0)  # of random weights
+    whole = torch.cat([ids, torch.tensor(asked.target)])[None]
+    with torch.no_grad():
+        dense = AutoModelForCausalLM.from_pretrained(model)(whole).logits[0].log_softmax(-1)
+    wanted = -(dense[599, 7] + dense[600, 8]).item() / 2
+    assert scored["nll"] == pytest.approx(wanted, abs=2.0)  # it attends a part of the context

@@ -1,6 +1,7 @@
 """The small real model through Transformers: equality, quality bars, endless text, examples.
 
-bf16 except for equality, at lengths that two cores do in seconds; benchmarks/endless.py does more.
+Equality in float32, all else in the dtype in which models run on this machine, at lengths that two
+cores do in seconds; benchmarks/endless.py does more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek_backend.machine import cpu_dtype
 from sparsek_backend.models import fetch_model, fetch_texts
 
 pytest.importorskip("transformers", reason="Transformers is not installed (the eval extra)")
@@ -29,7 +31,7 @@ LENGTH = 2048
 @pytest.fixture(scope="module")
 def model() -> Any:
     loaded = AutoModelForCausalLM.from_pretrained(
-        fetch_model(), dtype=torch.bfloat16, attn_implementation="sparsek"
+        fetch_model(), dtype=cpu_dtype(), attn_implementation="sparsek"
     )
     return loaded.eval()
 
