@@ -313,21 +313,21 @@ def attends_whole_context(layer: Any, spec: Any) -> bool:
     return is_full_attention(spec) and not isinstance(layer, ChunkedLocalAttention)
 
 
-def host_seq_lens(common: Any, on_host: bool, exact: bool) -> tuple[Any, bool]:
-    """Return the requests' lengths, ``[R]`` on the CPU, and whether those of prefills are exact.
+def host_seq_lens(common: Any, on_host: bool, wait: bool) -> tuple[Any, bool]:
+    """Return the requests' lengths, ``[R]`` on the CPU, and whether vLLM knows them one by one.
 
-    The others are exact when ``on_host``, else upper bounds: vLLM may schedule a step before it
-    knows how many drafts of the step before were accepted.
+    Where neither ``on_host`` nor ``wait`` they may be upper bounds: vLLM may schedule a step before
+    it knows how many drafts of the step before were accepted.  Of prompts they are exact.
 
     Args:
-        exact: whether to wait for the device where vLLM keeps no lengths on the host.
+        wait: whether to wait for the device.
     """
     if on_host:
         return common.seq_lens, True
+    if wait:
+        return common.seq_lens.cpu(), True
     if common.seq_lens_cpu_upper_bound is not None:
         return common.seq_lens_cpu_upper_bound, True
-    if exact:
-        return common.seq_lens.cpu(), True
     counts = common.query_start_loc_cpu.diff()
     return counts.new_full(counts.shape, common.max_seq_len), False
 

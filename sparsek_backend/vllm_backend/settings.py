@@ -51,6 +51,21 @@ def first_layer(vllm_config: Any) -> int:
     return int(getattr(model.hf_text_config, "num_hidden_layers", 0))
 
 
+def lacking_tokens(vllm_config: Any, layer: int) -> int:
+    """Return how many tokens of a request vLLM's lengths on the host may lack, for a layer's steps.
+
+    A draft model takes a request's next token with those before it, and one that drafts in parallel
+    places for all drafts.  These are in the lengths on the device alone.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    served = getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0)
+    if speculative is None or layer < served:
+        return 0
+    if getattr(speculative, "parallel_drafting", False):
+        return int(speculative.num_speculative_tokens)
+    return int(speculative.method == "draft_model")
+
+
 def prefill_pattern(resolved: ResolvedConfig) -> PrefillPattern | None:
     """Return what prefills follow in mode ``pattern``, ``None`` in the others.
 

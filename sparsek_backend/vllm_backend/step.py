@@ -52,6 +52,7 @@ def build_batch(
     rotation: torch.Tensor | None = None,
     prompt_lengths: Any = None,
     captured_decodes: bool = False,
+    lacking: int = 0,
 ) -> Batch:
     """Translate vLLM's ``CommonAttentionMetadata``.
 
@@ -65,15 +66,25 @@ def build_batch(
             end may have none.
         captured_decodes: whether a CUDA graph may hold a step of decodes.  Its launches are those
             of decodes, so a prompt's last tokens are no exception there.
+        lacking: :func:`settings.lacking_tokens`.
     """
     num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
         common, decode_threshold=decode_query_len
     )
     offsets = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
-    found, exact = compat.host_seq_lens(common, on_host, gathers_prefills and num_prefills > 0)
+    counts = np.diff(offsets)
+    behind = counts[num_decodes:]  # drafts too, where another backend has a say in the order
+    drafts = decode_query_len > 1 and bool(((behind > 0) & (behind <= decode_query_len)).any())
+    exact = not (drafts or lacking) and common.seq_lens_cpu_upper_bound is not None
+    wait = gathers_prefills and num_prefills > 0 and not exact
+    found, known = compat.host_seq_lens(common, on_host, wait)
     lens = found[: common.num_reqs].numpy().astype(np.int64)
+    if on_host or wait:
+        exact = True
+    else:
+        lens += lacking
     left = None
-    if prompt_lengths is not None and exact and (num_prefills or not captured_decodes):
+    if prompt_lengths is not None and known and (num_prefills or not captured_decodes):
         own = np.asarray(prompt_lengths, dtype=np.int64)[: common.num_reqs]
         left = -lens
         left[: len(own)] += own
@@ -89,7 +100,7 @@ def build_batch(
         max_query_len=common.max_query_len,
         max_seq_len=common.max_seq_len,
         seq_lens_host=tuple(lens.tolist()) if on_host or (exact and num_prefills) else None,
-        query_lens_host=tuple(np.diff(offsets).tolist()),
+        query_lens_host=tuple(counts.tolist()),
         prompt_left_host=None if left is None else tuple(left.tolist()),
         rotation=rotation,
     )

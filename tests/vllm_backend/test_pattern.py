@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("safetensors", reason="safetensors is not installed (the patterns extra)")
 
 from sparsek_backend.patterns.prefill import PrefillPattern
+from sparsek_backend.vllm_backend.sparsek import selection
 from sparsek_kernels.paged.index import vertical_slash
 from sparsek_kernels.paged.reference import listed_reference, paged_attention_reference
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm, tokens
@@ -63,6 +65,24 @@ def test_a_layer_follows_the_file(layer_index: int, file: Path, tmp_path: Path) 
         assert not torch.allclose(wanted[2:], by_score[2:], atol=1e-3)
     torch.testing.assert_close(output.double(), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(wanted[:2], by_score[:2])
+
+
+def test_lists_outlive_a_sleeping_engines_pages(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may drop what the thread that makes the pages puts on the device meanwhile."""
+    threads, real = [], selection.block_lists
+
+    class Lists(torch.Tensor):
+        def to(self, *args: Any, **options: Any) -> Any:
+            threads.append(threading.get_ident())
+            return super().to(*args, **options)
+
+    monkeypatch.setattr(selection, "block_lists", lambda *args: Lists(real(*args)))
+    with building(make_config(tmp_path, additional_config={"sparsek": settings(file)})) as config:
+        make_builder(make_layer(0), config)
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
 def test_decoded_tokens_alone_need_no_lists(file: Path, tmp_path: Path) -> None:

@@ -108,7 +108,11 @@ FIELDS: dict[str, dict[str, Names]] = {
         "ChunkedLocalAttentionSpec": ("attention_chunk_size",),
     },
     "config/scheduler.py": {"SchedulerConfig": ("disable_hybrid_kv_cache_manager",)},
-    "config/speculative.py": {"SpeculativeConfig": ("target_model_config", "draft_model_config")},
+    "config/speculative.py": {
+        "SpeculativeConfig": (
+            *("target_model_config", "draft_model_config", "method", "num_speculative_tokens"),
+        )
+    },
 }
 """Fields of classes by file."""
 

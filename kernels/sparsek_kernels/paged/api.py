@@ -133,7 +133,8 @@ def write_index(
     """
     tensors = (k_cache, v_cache, k_summary, *index.tensors)
     replays: dict[Hashable, Any] = batch.derived("replays of writes", dict)
-    call = _replayable(_located(tensors), (policy, index.key), replays)
+    located = _located(tensors) if index.replayable else None
+    call = _replayable(located, (policy, index.key), replays)
     if call is not None and call.replay():
         return
     _, page_size, dim = check_cache(k_cache, v_cache)
@@ -334,6 +335,8 @@ def attend_segment(operands: PagedOperands, segment: Segment, index: Indexer | N
     chosen = None
     if index is not None and not index.replayable:  # then attention alone is repeated
         check_segment(operands, segment, index)
+        if segment.decodes and index.fused_decode(operands, segment):
+            return
         chosen = index.select(operands, segment)
     call = _replayable_segment(operands, segment, index, chosen)
     if call is not None and call.replay():

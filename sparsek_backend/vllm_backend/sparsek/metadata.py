@@ -24,7 +24,7 @@ from sparsek_backend.vllm_backend.report import (
     describe_layers,
     describe_model_selection,
 )
-from sparsek_backend.vllm_backend.settings import check_page_size
+from sparsek_backend.vllm_backend.settings import check_page_size, lacking_tokens
 from sparsek_backend.vllm_backend.step import Batch, Int64, StepBuilder, StepMetadata, build_batch
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
@@ -125,6 +125,8 @@ class SparseKMetadataBuilder(StepBuilder):
             version = None if impl.flash is None else impl.flash.version
             kind = LayerKind(policy, impl.fallback_reason, version, impl.has_fp8_cache)
             groups.setdefault(kind, []).append(index)
+        first = min((x for members in groups.values() for x in members), default=0)
+        self.lacking = lacking_tokens(vllm_config, first)  # of steps of a draft alone
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
             decode_len = self.reorder_batch_threshold or 1
@@ -177,6 +179,7 @@ class SparseKMetadataBuilder(StepBuilder):
             rotation=self.rotation,
             prompt_lengths=self._prompt_lengths(),
             captured_decodes=self.captured_decodes,
+            lacking=self.lacking,
         )
         if self.exempts_last and batch.paged.num_prefills and batch.paged.prompt_left_host is None:
             logger.warning_once(NO_PROMPT_LENGTHS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -51,7 +52,9 @@ def _by_pattern(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers
     entries = engine.pattern.entries.get(site.index) if engine.pattern else None
     if entries is None or not policy.prefill.selects_blocks:
         return default_indexers(policy)
-    lists = block_lists(entries[site.own_heads(len(entries))], policy.prefill).to(site.device)
+    lists = block_lists(entries[site.own_heads(len(entries))], policy.prefill)
+    with ThreadPoolExecutor(1) as thread:  # vLLM may drop what this one makes (Engine.rotation_on)
+        lists = thread.submit(lists.to, site.device).result()
     return Indexers(VerticalSlash(lists), default_indexers(policy).decode)
 
 

@@ -28,7 +28,8 @@ from sparsek_kernels.paged import scratch as scratch_module
 from sparsek_kernels.paged.api import _replayable_segment, attend_segment, default_indexers
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.chosen import Chosen
+from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.operands import Located, PagedOperands
@@ -392,6 +393,43 @@ def test_decodes_repeat_what_another_step_launched(
     assert [note[:2] for note in found] == [note[:2] for note in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert same_but_for_order(one[2], other[2]), one[0]
+
+
+class ByLength(Indexer):
+    """Chooses what follows from lengths on the host; from outside the package, says no more."""
+
+    def __init__(self) -> None:
+        self.chosen: list[torch.Tensor] = []
+
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
+        """Return as many first blocks as the host knows tokens."""
+        lengths = torch.tensor(segment.batch.seq_lens_host, dtype=torch.int32)
+        shape = (-1, operands.heads, segment.policy.scored_blocks)
+        self.chosen.append(lengths[:, None, None].expand(shape).contiguous())
+        return Chosen(self.chosen[-1])
+
+
+def test_what_an_indexer_makes_on_the_host_is_of_its_own_step(
+    on_cpu: None, no_lasting: None, notes: list[Note], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of its own layer, though decodes repeat the launches of attention."""
+    rule, index = StepPolicy(SelectionPolicy(), TOP_K.per_token(sel_block_size=64)), ByLength()
+    monkeypatch.setattr(scratch_module, "take_turns", lambda _device: STREAM)
+    shape = {"heads": 4, "dim": 64, "page_size": 64, "head_major": True, "dtype": torch.bfloat16}
+    for step in STEPS:
+        problem = make_problem(step, num_decodes=2, **shape)
+        decodes = plan_step(problem.batch, rule)[0]
+        for _layer in range(2):
+            operands = problem.operands(torch.empty_like(problem.q))
+            with mock.patch.object(torch.Tensor, "is_cuda", True):
+                attend_segment(operands, decodes, index)
+            ((name, _grid, args),) = taken(notes)
+            assert name == "attend_kernel"
+            own = index.chosen[-1]
+            addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args]
+            assert own.data_ptr() in addresses
+            assert own[:, 0, 0].tolist() == [length for _, length in step[:2]]
+    assert len(index.chosen) == 4
 
 
 def test_steps_keep_their_own_replays_but_for_decodes(on_cpu: None, no_lasting: None) -> None:

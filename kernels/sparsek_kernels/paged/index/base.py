@@ -37,9 +37,12 @@ class Indexer(ABC):
     """Whether a token's blocks do not depend on what else is in the batch."""
     shares_context: ClassVar[bool] = False
     """Whether ranks that hold a sequence's pages between them can choose together."""
-    replayable: ClassVar[bool] = True
-    """Whether :meth:`select` is launches of kernels alone, which later layers may repeat; else
-    these repeat those of attention."""
+    replayable: ClassVar[bool] = False
+    """Whether :meth:`select`, :meth:`write` and :meth:`fused_decode` are launches by ``run`` alone
+    (``recording.py``), on tensors that differ between layers as :attr:`tensors` say.  Later layers
+    may repeat these.  So may later steps those for decodes, of other requests and lengths: there
+    nothing comes from the host but what ``Segment.lasting`` has, and of a batch the tensors of
+    ``Segment.tensors``.  Where it is not so, the launches of attention alone are repeated."""
     aligned: ClassVar[bool] = False
     """Whether it chooses by policies with an alignment."""
 

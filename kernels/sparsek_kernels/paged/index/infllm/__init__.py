@@ -24,6 +24,7 @@ class InfLLM(Indexer):
 
     per_token: ClassVar[bool | None] = True
     reads_pages: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
 
     def write(
         self,

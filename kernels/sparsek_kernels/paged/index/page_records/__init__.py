@@ -31,6 +31,7 @@ class PageRecords(Indexer):
     written_with_keys: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = True
     shares_context: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
     aligned: ClassVar[bool] = True
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:

@@ -28,6 +28,7 @@ class Seer(Indexer):
 
     per_token: ClassVar[bool | None] = True
     reads_pages: ClassVar[bool] = True
+    replayable: ClassVar[bool] = True
 
     def __init__(self, gates: Gates) -> None:
         self.gates = gates

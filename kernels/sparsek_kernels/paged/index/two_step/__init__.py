@@ -19,6 +19,7 @@ class TwoStep(Indexer):
     """
 
     per_token: ClassVar[bool | None] = False
+    replayable: ClassVar[bool] = True
 
     def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return each tile's blocks; see :meth:`Indexer.select`."""

@@ -29,7 +29,6 @@ class VerticalSlash(Indexer):
 
     per_token: ClassVar[bool | None] = False
     batch_invariant: ClassVar[bool] = True
-    replayable: ClassVar[bool] = False
 
     def __init__(self, lists: torch.Tensor) -> None:
         self.lists = lists
