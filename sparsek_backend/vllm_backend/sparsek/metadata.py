@@ -76,7 +76,7 @@ class SparseKMetadataBuilder(StepBuilder):
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
-        self.every_layer = get_layers_from_vllm_config(vllm_config, Attention)
+        self.layers = get_layers_from_vllm_config(vllm_config, Attention)
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
         self.longest = min(vllm_config.model_config.max_model_len, 1 << 18)
         self.everything = Accounting(StepPolicy.of(SelectionPolicy()), self.longest)
@@ -103,10 +103,8 @@ class SparseKMetadataBuilder(StepBuilder):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
-    def _bind_layers(
-        self, spec: Any, layer_names: list[str], vllm_config: Any
-    ) -> Counter[StepPolicy]:
-        """Fix what every layer attends; returns how many layers have each policy."""
+    def _bind_layers(self, spec: Any, layer_names: list[str], vllm_config: Any) -> set[StepPolicy]:
+        """Fix what every layer attends; returns all that there is of it."""
         if compat.is_full_attention(spec):
             check_page_size(self.resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
@@ -114,14 +112,12 @@ class SparseKMetadataBuilder(StepBuilder):
         self.causal = AttentionType.ENCODER_ONLY not in kinds
         every_layer = vllm_config.compilation_config.static_forward_context
         groups: dict[LayerKind, list[int]] = {}
-        policies: Counter[StepPolicy] = Counter()
         for name, layer in layers.items():
             impl = layer.impl
             index = impl.first_layer + extract_layer_index(name)
             owner = every_layer[impl.kv_sharing_target_layer_name or name]
             whole = compat.attends_whole_context(layer, spec)
             policy = impl.bind(index, spec.block_size, whole, owner.impl, self.device)
-            policies[policy] += 1
             version = None if impl.flash is None else impl.flash.version
             kind = LayerKind(policy, impl.fallback_reason, version, impl.has_fp8_cache)
             groups.setdefault(kind, []).append(index)
@@ -129,7 +125,7 @@ class SparseKMetadataBuilder(StepBuilder):
         if not self.on_host:
             decode_len = self.reorder_batch_threshold or 1
             warm_up(layers.values(), spec, vllm_config, self.device, decode_len, self.rotation)
-        return policies
+        return {kind.policy for kind in groups}
 
     def _report_layers(self, groups: dict[LayerKind, list[int]], spec: Any, model: Any) -> None:
         """Log what each group of layers attends, and by which kernels."""
@@ -205,8 +201,8 @@ class SparseKMetadataBuilder(StepBuilder):
 
         Where ranges keep to a window, as Gemma 4's do, vLLM clears them for layers without one.
         """
-        everywhere = not any(map(keeps_ranges_to_window, self.every_layer.values()))
-        own = [self.every_layer[x] for x in self.counted_layers if x in self.every_layer]
+        everywhere = not any(map(keeps_ranges_to_window, self.layers.values()))
+        own = [self.layers[name] for name in self.counted_layers if name in self.layers]
         kinds = Counter(
             (x.impl.policy, x.impl.sliding_window, keeps_ranges_to_window(x)) for x in own
         )
