@@ -83,7 +83,8 @@ class SparsityConfig(BaseModel):
     """Tokens in a block, a multiple of 16. It must divide the KV page (64 tokens on a GPU, 128 on a
     CPU, or `--block-size`) or be a multiple of it."""
     top_k: Blocks = 96
-    """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
+    """Blocks that a prefill tile selects beyond sinks and window, per KV head. Without effect with
+    `query_tile` 1 or `sparse_phase` `decode`."""
     decode_tokens: Pairs = DECODE_TOKENS
     """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of
     every 64 tokens; some of them are drawn, and stand for others too. Pages then have a multiple of

@@ -12,6 +12,7 @@ from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 Positions = npt.NDArray[np.int64]
+Ranges = Sequence[tuple[int, int]]
 
 
 def nsa_attended(config: NSAConfig, position: Positions) -> Positions:
@@ -37,10 +38,14 @@ class Accounting:
     Args:
         policy: what the layer attends.
         longest: tokens of the longest context that is expected; longer ones are added later.
+        window: the model's own window of the layer, or ``None``.
+        clamped: whether bidirectional ranges reach no further back than that.
     """
 
-    def __init__(self, policy: StepPolicy, longest: int = 0) -> None:
-        self._policy = policy
+    def __init__(
+        self, policy: StepPolicy, longest: int = 0, window: int | None = None, clamped: bool = False
+    ) -> None:
+        self._policy, self._window, self._clamped = policy, window, clamped
         self._prefill = _Sums(policy.prefill, longest)
         same = policy.decode == policy.prefill
         self._decode = self._prefill if same else _Sums(policy.decode, longest)
@@ -51,6 +56,7 @@ class Accounting:
         query_lens: Positions,
         num_decodes: int,
         prompt_left: Sequence[int] | None = None,
+        ranges: Sequence[Ranges] | None = None,
     ) -> Keys:
         """Keys that all new queries of a batch attend.
 
@@ -60,8 +66,16 @@ class Accounting:
             num_decodes: requests at the front that decode.
             prompt_left: :attr:`PagedBatch.prompt_left_host`.  Decodes at the end of a prompt count
                 too.
+            ranges: for each request, inclusive ranges of positions that attend each other in both
+                directions.  Requests with any attend all that their mask shows, by no policy.
         """
-        cut, before = num_decodes, seq_lens - query_lens
+        cut, apart = num_decodes, [0, 0]  # of prompts, and of decodes
+        for request, found in enumerate(ranges or ()):
+            if found:
+                lens = int(seq_lens[request]), int(query_lens[request])
+                apart[request < cut] += self._count_ranges(*lens, found)
+        query_lens = np.where([bool(x) for x in ranges], 0, query_lens) if ranges else query_lens
+        before = seq_lens - query_lens
         left = None if prompt_left is None else np.array(prompt_left, dtype=np.int64)
         prompts = slice(cut, None)
         of_prompts = self._prefill.between(before[prompts], seq_lens[prompts])
@@ -80,7 +94,18 @@ class Accounting:
             last = query_positions(before[:cut] + end, end - begin)
             first = np.repeat(before[:cut], end - begin)
             of_decodes += (last + 1 - self._policy.decode.attended_tokens(last, first)).sum().item()
-        return Keys(of_prompts, of_decodes)
+        return Keys(of_prompts + apart[0], of_decodes + apart[1])
+
+    def _count_ranges(self, seq_len: int, query_len: int, ranges: Ranges) -> int:
+        """Keys that a request with bidirectional ranges attends."""
+        position = np.arange(seq_len - query_len, seq_len)
+        reach = seq_len if self._window is None else self._window
+        keys = np.minimum(position + 1, reach)
+        for low, high in ranges:
+            behind = min(high, seq_len - 1) - position
+            before = 0 if self._clamped else np.maximum(position + 1 - reach - low, 0)
+            keys += (behind + before) * ((low <= position) & (position <= high))
+        return int(keys.sum())
 
     def _count_decodes(self, seq_lens: Positions, query_lens: Positions) -> int:
         """Keys that decodes attend.  The tokens of a request share what its first one chose."""

@@ -81,6 +81,15 @@ def is_first_tensor_rank() -> bool:
     return tensor_rank()[0] == 0
 
 
+def shares_steps_with_drafts(vllm_config: Any) -> bool:
+    """Whether a draft's layers attend steps of the served model's, beside steps of their own.
+
+    Drafts that read the model's states (EAGLE, MTP) begin so in vLLM's second model runner.
+    """
+    drafts = vllm_config.speculative_config
+    return bool(drafts and vllm_config.use_v2_model_runner and not drafts.uses_draft_model())
+
+
 def metric_labels(vllm_config: Any) -> dict[str, str]:
     """Return the labels of an engine's metrics, as vLLM's own have them."""
     served = vllm_config.model_config.served_model_name

@@ -43,6 +43,9 @@ class Engine:
     ready_kernels: set[Hashable] = field(default_factory=set)
     # of the requests of the step that vLLM prepares, in their order; ``None`` where it does not say
     prompt_lengths: Any = None
+    # names of layers whose steps are built together, the latest group at the end; vLLM may add to
+    # one until its first step
+    groups: list[list[str]] = field(default_factory=list)
 
     def rotation_on(self, device: torch.device) -> torch.Tensor | None:
         """Return :attr:`rotation` on the device of the layers, where it stays.

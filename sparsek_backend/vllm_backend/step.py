@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -132,12 +133,24 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.on_host = device.type == "cpu"
+        self.engine = engine = engine_of(vllm_config)
+        if not compat.shares_steps_with_drafts(vllm_config):
+            engine.groups.append(layer_names)
         if self.on_host:
             build.library()  # built before the first request
         self.metrics = None
         if compat.is_first_tensor_rank():  # the others attend the same keys
-            engine = engine_of(vllm_config)
             self.metrics = EngineMetrics(engine.labels, engine.resolved.config)
+
+    @cached_property
+    def counted_layers(self) -> list[str]:
+        """The layers that attend the steps of this group, to be asked for from a first step on.
+
+        Steps of the served model go to its draft's layers too, which attend those of their own
+        group: the one made last.
+        """
+        groups, own = self.engine.groups[::-1], self.layer_names
+        return [x for x in own if next((y for y in groups if x in y), own) is own]
 
     @abstractmethod
     def assemble(self, common: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
@@ -19,11 +20,14 @@ from sparsek_kernels.paged.sample import CELL_BITS
 from . import compat
 from .gates import open_gates
 from .names import NSA_ARCHITECTURE
+from .report import describe_idle_budget
 from .settings import check_page_size, engine_config, prefill_pattern, require_backend, served_model
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 from .sparsek.shards import check_interleave
 from .unserved import unserved_attention
+
+logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
 
 KV_CONNECTORS = (
     "OffloadingConnector",
@@ -46,6 +50,8 @@ def check_engine(vllm_config: Any) -> None:
     if model is not None and NSA_ARCHITECTURE in model.architectures:
         require_backend(vllm_config)
     resolved = engine_config(vllm_config)
+    if line := describe_idle_budget(resolved):
+        logger.warning_once(line)
     if model is None:
         return
     if model.is_encoder_decoder:

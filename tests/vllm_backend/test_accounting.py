@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from sparsek_backend.config import resolve_config
 from sparsek_backend.vllm_backend.accounting import Accounting, query_positions
 from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_backend.vllm_backend.report import (
+    describe_idle_budget,
     describe_layers,
     describe_model_selection,
     format_ranges,
@@ -136,6 +139,45 @@ def test_ranks_that_share_heads_log_once() -> None:
     assert stats.record_step(Keys(3), Keys(7), log=False) is None
     assert stats.attended == (3, 0)
     assert stats.record_step(Keys(3), Keys(7)) is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle", "cause", "only"),
+    [
+        ({"query_tile": 1}, "top_k", "query_tile 1", "decode_tokens, 512"),
+        ({"sparse_phase": "decode"}, "top_k", "sparse_phase decode", "decode_tokens, 512"),
+        ({"sparse_phase": "prefill"}, "decode_tokens", "sparse_phase prefill", "top_k, 8"),
+        ({"sparse_phase": "prefill", "query_tile": 1}, "top_k", "query_tile 1", "decode_tokens"),
+    ],
+    ids=str,
+)
+def test_the_line_of_a_budget_that_nothing_selects_by(
+    settings: dict[str, Any], idle: str, cause: str, only: str
+) -> None:
+    budgets = {"top_k": 8, "decode_tokens": 512}
+    resolved = resolve_config({**settings, **budgets}, {})
+    line = describe_idle_budget(resolved)
+    assert line is not None
+    assert line.startswith(f"SPARSEK setting {idle} (from --additional-config ")
+    assert f"has no effect with {cause} (from " in line
+    assert f"leaves one budget: {only}" in line
+    assert line.endswith(f"remedy: set {only.partition(',')[0]} instead")
+    policy = resolved.config.policy_for(0)
+    budgets[idle] = 4
+    assert resolve_config({**settings, **budgets}, {}).config.policy_for(0) == policy
+    del budgets[idle]
+    assert describe_idle_budget(resolve_config({**settings, **budgets}, {})) is None
+    assert describe_idle_budget(resolve_config(settings, {}, {"topk": 9})) is None
+
+
+def test_both_budgets_are_selected_by_or_said_to_be_idle() -> None:
+    budgets = {"top_k": 8, "decode_tokens": 512}
+    assert describe_idle_budget(resolve_config(budgets, {})) is None
+    assert describe_idle_budget(resolve_config(None, {"SPARSEK_MODE": "dense"})) is None
+    line = describe_idle_budget(resolve_config(None, {"SPARSEK_TOP_K": "8"}, None, None, True))
+    assert line is not None
+    assert line.startswith("SPARSEK setting top_k (from SPARSEK_TOP_K) has no effect")
+    assert "query_tile 1 (from VLLM_BATCH_INVARIANT)" in line
 
 
 def test_ranges_of_layers() -> None:

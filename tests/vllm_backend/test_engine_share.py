@@ -5,15 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_backend.vllm_backend.accounting import Accounting
+from sparsek_backend.vllm_backend.keys import NO_KEYS
+from sparsek_backend.vllm_backend.stats import STATS
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import list_logs, select_blocks_reference
+from tests.vllm_backend.drafts import speculation
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
-pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("registered")]
 
 
 def keep_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -32,6 +37,7 @@ def keep_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return steps
 
 
+@requires_cpu_vllm
 def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks of 64, window 512, 1024 more: at most 21 % of 8k, as the reference counts it."""
     steps = keep_steps(monkeypatch)
@@ -66,3 +72,54 @@ def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert (seen >= 0.98 * most).all()
         assert sum(step.context) == layers * (position + 1)
         assert sum(step.attended) <= 0.21 * sum(step.context)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+@pytest.mark.parametrize(
+    "version",
+    [pytest.param("0", id="first"), pytest.param("1", marks=pytest.mark.gpu, id="second")],
+)
+def test_layers_of_a_draft_are_counted_as_often_as_they_attend(
+    version: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each of vLLM's model runners, of which the second needs a GPU.
+
+    The first layer of the draft attends everything, its second one less.
+    """
+    from sparsek_backend.vllm_backend.sparsek.impl import SparseKImpl
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", version)
+    attended = context = NO_KEYS
+    calls = 0
+    forward = SparseKImpl.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal attended, context, calls
+        step = args[5]
+        if step is not None:
+            batch = step.batch
+            lens = np.array(step.seq_lens), np.array(batch.query_lens_host)
+            of_prompts = batch.num_decodes, batch.prompt_left_host
+            attended = attended.plus(Accounting(self.policy).count(*lens, *of_prompts))
+            everything = Accounting(StepPolicy.of(SelectionPolicy()))
+            context = context.plus(everything.count(*lens, *of_prompts))
+            calls += 1
+        return forward(self, *args, **kwargs)
+
+    folders = [tmp_path / name for name in ("model", "draft")]
+    for folder in folders:
+        folder.mkdir()
+    model = make_tiny_model("llama", folders[0])
+    drafts = speculation(method, model, folders[1])
+    drafts["speculative_config"]["attention_backend"] = "SPARSEK"
+    settings = {"window_size": 64, "top_k": 2, "decode_tokens": 64, "dense_below": 0}
+    settings["dense_layers"] = [2]
+    options = {"max_model_len": 1024, "skip_tokenizer_init": True, **drafts}
+    with engine(model, "SPARSEK", settings, **options) as llm:
+        before = STATS.attended, STATS.context, STATS.forward_calls
+        monkeypatch.setattr(SparseKImpl, "forward", counting)
+        prompts = [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (700, 300)]
+        generate(llm, prompts, together=True, max_tokens=8)
+    assert calls == STATS.forward_calls - before[2] > 0
+    assert STATS.context.plus(before[1], -1) == context
+    assert STATS.attended.plus(before[0], -1) == attended

@@ -10,7 +10,14 @@ import torch
 from sparsek_backend.patterns.prefill import PrefillPattern
 from tests.vllm_backend.engines import engine, generate, layers, requires_cpu_vllm
 from tests.vllm_backend.gate_files import make_gates_folder
-from tests.vllm_backend.layers import building, make_builder, make_config, make_layer
+from tests.vllm_backend.layers import (
+    building,
+    make_builder,
+    make_config,
+    make_layer,
+    make_spec,
+    make_step,
+)
 from tests.vllm_backend.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -44,6 +51,29 @@ def test_draft_models_belong_to_the_engine(tmp_path: Any) -> None:
             make_layer(1, per_layer_sliding_window=48)
         assert engine_of(copy) is engine_of(config) is latest_engine()
         assert SparseKBackend.customize_spec(spec).page_size_bytes > spec.page_size_bytes
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_layers_of_a_draft_count_where_they_attend(
+    shared: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of their own group, which vLLM completes later, and in those that are shared."""
+    from sparsek_backend.vllm_backend import compat
+    from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
+
+    monkeypatch.setattr(compat, "shares_steps_with_drafts", lambda _: shared)
+    with building(make_config(tmp_path)) as config:
+        layers = [make_layer(index) for index in range(4)]
+        names = [layer.layer_name for layer in layers]
+        spec, device = make_spec(layers[0], config), torch.device("cpu")
+        own = names[2:3]
+        both, drafts = (
+            SparseKMetadataBuilder(spec, group, config, device) for group in (names, own)
+        )
+        own.append(names[3])
+        found = [builder.build(0, make_step([90], [90], 4)) for builder in (both, drafts)]
+    every = 90 * 91 // 2
+    assert [step.context for step in found] == [((4 if shared else 2) * every, 0), (2 * every, 0)]
 
 
 @pytest.mark.engine

@@ -123,6 +123,52 @@ def test_bidirectional_ranges_of_gemma_4(current: Any) -> None:
         torch.testing.assert_close(output, expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
+IMAGES = {1: [(5, 60), (70, 79)], 2: [(300, 420)], 3: [(200, 259)], 5: [(1, 20)]}
+"""Ranges of a request's positions: in a step, beyond its end, at its only token, and past."""
+
+
+@pytest.mark.parametrize(
+    ("window", "clamped"), [(None, False), (48, False), (48, True), (None, True)]
+)
+def test_what_requests_with_images_attend_is_counted(
+    window: int | None, clamped: bool, current: Any
+) -> None:
+    """Of Gemma 4 in layers with a window, but not in those without."""
+    layer = make_layer(0, per_layer_sliding_window=window)
+    layer.mm_prefix_clamp_sliding_window = clamped and window is not None
+    make_layer(1).mm_prefix_clamp_sliding_window = clamped
+    builder, _ = make_builder(layer, current)
+    lengths, new = [500, 90, 400, 260, 300, 300], [1, 90, 150, 1, 300, 40]
+    order = [0, 3, 1, 2, 4, 5]  # decodes first
+    lengths, new = ([x[i] for i in order] for x in (lengths, new))
+    ranges = {order.index(request): found for request, found in IMAGES.items()}
+    usual = builder.build(0, make_step(lengths, new, 64))
+    found = builder.build(0, make_step(lengths, new, 64, mm_req_doc_ranges=ranges))
+    if clamped and window is None:
+        assert (found.attended, found.context) == (usual.attended, usual.context)
+        return
+    live = [request for request in ranges if request != order.index(5)]
+    assert found.mm_prefix_range is not None
+    assert [bool(x) for x in found.mm_prefix_range] == [i in live for i in range(6)]
+    attended, context = list(usual.attended), list(usual.context)
+    for request in live:
+        phase = request < 2
+        alone = builder.build(0, make_step([lengths[request]], [new[request]], 64))
+        place = torch.arange(lengths[request])
+        query = place[lengths[request] - new[request] :, None]
+        both = torch.zeros(len(query), len(place), dtype=torch.bool)
+        for low, high in ranges[request]:
+            both |= (query >= low) & (query <= high) & (place >= low) & (place <= high)
+        causal = place <= query
+        seen = causal | both
+        if window is not None:
+            seen = causal & (place > query - window)
+            seen |= both & (place > query - window) if clamped else both
+        attended[phase] += int(seen.sum()) - sum(alone.attended)
+        context[phase] += int((causal | both).sum()) - sum(alone.context)
+    assert (found.attended, found.context) == (tuple(attended), tuple(context))
+
+
 @pytest.mark.parametrize("mode", ["block_topk", "sink_window"])
 def test_chunks_without_the_hybrid_kv_manager(mode: str, tmp_path: Path) -> None:
     """As in Llama 4: their pages keep every token then, and have one spec with whole layers'."""

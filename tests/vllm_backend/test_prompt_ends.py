@@ -73,7 +73,7 @@ def test_steps_count_from_the_ends_of_their_prompts(current: Any, warnings: list
     step = make_step([300, 400, 600, 290], [1, 100, 200, 30], 64)
     metadata = builder.build(0, step)
     assert metadata.batch.prompt_left_host == (-50, 0, 100, -10)
-    rule, dense = builder.policies.copy().popitem()[0], range(260, 290)
+    rule, dense = next(iter(builder.policies)), range(260, 290)
     expected = rule.decode.attended_tokens(299)
     for positions, prompt in ((range(300, 400), 400), (range(400, 600), 700), (dense, 280)):
         for position in positions:
@@ -95,7 +95,7 @@ def test_a_prompt_may_end_in_a_step_of_decodes(captured: bool, current: Any) -> 
     metadata = builder.build(0, make_step([300, 400], [1, 1], 64))
     assert metadata.batch.num_decodes == 2
     assert metadata.batch.prompt_left_host == (None if captured else (-50, 0))
-    rule = builder.policies.copy().popitem()[0]
+    rule = next(iter(builder.policies))
     decoded = [rule.decode.attended_tokens(position) for position in (299, 399)]
     assert decoded[1] < 400
     assert sum(metadata.attended) == (sum(decoded) if captured else decoded[0] + 400)
@@ -142,7 +142,7 @@ def test_where_vllm_does_not_say_chunks_count_and_a_warning_says_so(
     metadata = builder.build(0, make_step([4000], [200], 64))
     assert metadata.batch.prompt_left_host is None
     assert warnings == [NO_PROMPT_LENGTHS]
-    rule = builder.policies.copy().popitem()[0].prefill
+    rule = next(iter(builder.policies)).prefill
     sparse = sum(rule.attended_tokens(position) for position in range(3800, 3936))
     assert metadata.attended.prefill == sparse + sum(range(3937, 4001))  # 64, and no sixteenth
 

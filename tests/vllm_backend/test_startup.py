@@ -268,6 +268,19 @@ def test_drafts_without_a_model_add_no_layers(llama: Path) -> None:
         configure(llama, additional_config={"sparsek": {"dense_layers": [3]}}, **drafts)
 
 
+def test_a_budget_that_nothing_selects_by_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsek_backend.vllm_backend import validate
+
+    said: list[str] = []
+    monkeypatch.setattr(validate.logger, "warning_once", said.append)
+    for settings in ({}, {"top_k": 8}, {"query_tile": 1}, {"query_tile": 1, "top_k": 8}):
+        configure(llama, additional_config={"sparsek": settings})
+    (line,) = set(said)
+    assert re.search(r"top_k .* has no effect with query_tile 1 .* set decode_tokens", line)
+
+
 def test_contexts_that_no_list_can_number_stop_the_start(llama: Path) -> None:
     """As of Llama 4 Scout, whose own limit is 10M tokens."""
 

@@ -72,7 +72,9 @@ FUNCTIONS: dict[str, dict[str, Names]] = {
     },
     "model_executor/models/utils.py": {"extract_layer_index": (), "maybe_prefix": ()},
     "config/compilation.py": {"CUDAGraphMode.has_full_cudagraphs": ()},
+    "config/speculative.py": {"SpeculativeConfig.uses_draft_model": ()},
     "config/vllm.py": {
+        "VllmConfig.use_v2_model_runner": (),
         "get_current_vllm_config": (),
         "get_current_vllm_config_or_none": (),
         "get_layers_from_vllm_config": ("vllm_config", "layer_type", "layer_names"),

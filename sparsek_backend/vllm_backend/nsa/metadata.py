@@ -9,7 +9,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsek_backend.vllm_backend.accounting import Positions, nsa_attended, query_positions
-from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_backend.vllm_backend.report import describe_nsa_layers
 from sparsek_backend.vllm_backend.settings import check_page_size, nsa_section
@@ -28,9 +27,8 @@ class NSAMetadataBuilder(StepBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        resolved = engine_of(vllm_config).resolved
+        resolved = self.engine.resolved
         self.config = nsa_section(resolved)
-        self.num_layers = len(layer_names)
         spec = kv_cache_spec
         check_page_size(resolved, spec.block_size)
         tail = tail_elements(self.config, spec.num_kv_heads, spec.block_size, spec.head_size)
@@ -46,11 +44,11 @@ class NSAMetadataBuilder(StepBuilder):
             common, self.reorder_batch_threshold or 1, self.on_host, gathers_prefills=True
         )
         position = query_positions(batch.seq_lens, batch.query_lens)
-        decodes = batch.paged.num_decode_tokens
+        decodes, layers = batch.paged.num_decode_tokens, len(self.counted_layers)
 
         def keys(each: Positions) -> Keys:
             total = (each[decodes:].sum(), each[:decodes].sum())
-            return Keys(*(int(part) * self.num_layers for part in total))
+            return Keys(*(int(part) * layers for part in total))
 
         return StepMetadata(
             batch=batch.paged,

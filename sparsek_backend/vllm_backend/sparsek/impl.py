@@ -26,7 +26,7 @@ from sparsek_kernels.paged.policy import StepPolicy
 
 from . import fallback
 from .flash import find_flash
-from .metadata import SparseKMetadata, take_memory
+from .metadata import SparseKMetadata, keeps_ranges_to_window, take_memory
 from .pages import FP8_KV_CACHE, PageReader, PageViews
 from .probe import PROBE
 from .selection import LayerSite, select_by_model, select_by_settings
@@ -251,8 +251,7 @@ class SparseKImpl(AttentionImpl):
             for mine, segment in each_segment(operands, segments):
                 self._attend(mine, segment)
         if self.fallback_reason or attn_metadata.mm_prefix_range:
-            clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-            fallback.attend_pages(self, operands, attn_metadata, clamped)
+            fallback.attend_pages(self, operands, attn_metadata, keeps_ranges_to_window(layer))
         return output
 
     def _operands(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,17 +70,16 @@ class SparseKMetadataBuilder(StepBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.engine = engine = engine_of(vllm_config)
-        self.resolved, self.rotation = engine.resolved, engine.rotation_on(device)
+        self.resolved, self.rotation = self.engine.resolved, self.engine.rotation_on(device)
         # Speculated tokens share a decode's tiles, which must hold one token where results may not
         # depend on the batch: there they are short prefills.
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
+        self.layers = get_layers_from_vllm_config(vllm_config, Attention)
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
-        longest = min(vllm_config.model_config.max_model_len, 1 << 18)
-        self.counted = [(Accounting(one, longest), n) for one, n in self.policies.items()]
-        self.everything = Accounting(StepPolicy.of(SelectionPolicy()), longest)
+        self.longest = min(vllm_config.model_config.max_model_len, 1 << 18)
+        self.everything = Accounting(StepPolicy.of(SelectionPolicy()), self.longest)
         self.page_size = kv_cache_spec.block_size
         self.exempts_last = any(policy.prefill.dense_last for policy in self.policies)
         self.asks_prompts = any(policy.of_ends.dense_last for policy in self.policies)
@@ -103,10 +103,8 @@ class SparseKMetadataBuilder(StepBuilder):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
-    def _bind_layers(
-        self, spec: Any, layer_names: list[str], vllm_config: Any
-    ) -> Counter[StepPolicy]:
-        """Fix what every layer attends; returns how many layers have each policy."""
+    def _bind_layers(self, spec: Any, layer_names: list[str], vllm_config: Any) -> set[StepPolicy]:
+        """Fix what every layer attends; returns all that there is of it."""
         if compat.is_full_attention(spec):
             check_page_size(self.resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
@@ -114,14 +112,12 @@ class SparseKMetadataBuilder(StepBuilder):
         self.causal = AttentionType.ENCODER_ONLY not in kinds
         every_layer = vllm_config.compilation_config.static_forward_context
         groups: dict[LayerKind, list[int]] = {}
-        policies: Counter[StepPolicy] = Counter()
         for name, layer in layers.items():
             impl = layer.impl
             index = impl.first_layer + extract_layer_index(name)
             owner = every_layer[impl.kv_sharing_target_layer_name or name]
             whole = compat.attends_whole_context(layer, spec)
             policy = impl.bind(index, spec.block_size, whole, owner.impl, self.device)
-            policies[policy] += 1
             version = None if impl.flash is None else impl.flash.version
             kind = LayerKind(policy, impl.fallback_reason, version, impl.has_fp8_cache)
             groups.setdefault(kind, []).append(index)
@@ -131,7 +127,7 @@ class SparseKMetadataBuilder(StepBuilder):
         if not self.on_host:
             decode_len = self.reorder_batch_threshold or 1
             warm_up(layers.values(), spec, vllm_config, self.device, decode_len, self.rotation)
-        return policies
+        return {kind.policy for kind in groups}
 
     def _report_layers(self, groups: dict[LayerKind, list[int]], spec: Any, model: Any) -> None:
         """Log what each group of layers attends, and by which kernels."""
@@ -183,7 +179,8 @@ class SparseKMetadataBuilder(StepBuilder):
         )
         if self.exempts_last and batch.paged.num_prefills and batch.paged.prompt_left_host is None:
             logger.warning_once(NO_PROMPT_LENGTHS)
-        attended, context = self._count(batch)
+        ranges = _live_ranges(common, batch.seq_lens - batch.query_lens)
+        attended, context = self._count(batch, ranges)
         return SparseKMetadata(
             batch=batch.paged,
             num_actual_tokens=common.num_actual_tokens,
@@ -191,7 +188,7 @@ class SparseKMetadataBuilder(StepBuilder):
             context=context,
             seq_lens=tuple(batch.seq_lens.tolist()),
             query_offsets=None if common.causal else tuple(batch.offsets.tolist()),
-            mm_prefix_range=_live_ranges(common, batch.seq_lens - batch.query_lens),
+            mm_prefix_range=ranges,
             shards=None
             if self.context_ranks is None
             else shard_step(batch.paged, self.page_size, self.context_ranks),
@@ -201,14 +198,38 @@ class SparseKMetadataBuilder(StepBuilder):
         """The prompt lengths of the step's requests, where layers ask and no request is split."""
         return self.engine.prompt_lengths if self.asks_prompts and not self.splits_steps else None
 
-    def _count(self, batch: Batch) -> tuple[Keys, Keys]:
-        """Count attended and context keys over all layers of the group."""
+    @cached_property
+    def counted(self) -> list[tuple[Accounting, bool, int]]:
+        """What layers attend, whether they heed bidirectional ranges, and how many do so.
+
+        Where ranges keep to a window, as Gemma 4's do, vLLM clears them for layers without one.
+        """
+        everywhere = not any(map(keeps_ranges_to_window, self.layers.values()))
+        own = [self.layers[name] for name in self.counted_layers if name in self.layers]
+        kinds = Counter(
+            (x.impl.policy, x.impl.sliding_window, keeps_ranges_to_window(x)) for x in own
+        )
+        return [
+            (Accounting(policy, self.longest, window, clamped), everywhere or clamped, layers)
+            for (policy, window, clamped), layers in kinds.items()
+        ]
+
+    def _count(self, batch: Batch, ranges: Ranges | None) -> tuple[Keys, Keys]:
+        """Count attended and context keys over all layers of the group that attend its steps."""
         paged = batch.paged
         lens = (batch.seq_lens, batch.query_lens, paged.num_decodes, paged.prompt_left_host)
-        attended = NO_KEYS
-        for accounting, layers in self.counted:
-            attended = attended.plus(accounting.count(*lens), layers)
-        return attended, NO_KEYS.plus(self.everything.count(*lens), self.policies.total())
+        attended = context = NO_KEYS
+        causal = self.everything.count(*lens)
+        both = self.everything.count(*lens, ranges) if ranges else causal
+        for accounting, heeds, layers in self.counted:
+            attended = attended.plus(accounting.count(*lens, ranges if heeds else None), layers)
+            context = context.plus(both if heeds else causal, layers)
+        return attended, context
+
+
+def keeps_ranges_to_window(layer: Any) -> bool:
+    """Whether a layer's bidirectional ranges reach no further back than its window (Gemma 4)."""
+    return bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
 
 
 def take_memory(vllm_config: Any | None, device: torch.device) -> None:

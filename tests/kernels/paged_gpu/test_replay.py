@@ -6,82 +6,36 @@ the notes of a replay are compared with those of a launch through the JIT on the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from aot import KERNELS, hopper_kernels
-from hardware import simulated
+from aot import hopper_kernels
 from problems import Problem, attend_phases, make_problem
-from torch._subclasses.fake_tensor import FakeTensorMode
+from replays import POLICIES, TOP_K, call_of, layer
 
-from sparsek_kernels.common import recording as recording_module
-from sparsek_kernels.common.recording import Tensors, run
-from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention, write_kv
+from sparsek_kernels.common.recording import Tensors
+from sparsek_kernels.paged import InfLLM, Seer, paged_attention, write_kv
 from sparsek_kernels.paged import plan as plan_module
-from sparsek_kernels.paged import replay as replay_module
 from sparsek_kernels.paged import scratch as scratch_module
-from sparsek_kernels.paged.api import _replayable_segment, attend_segment, default_indexers
+from sparsek_kernels.paged.api import attend_segment, default_indexers
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
-from sparsek_kernels.paged.operands import Located, PagedOperands
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
-from sparsek_kernels.paged.replay import (
-    ReplayableCall,
-    Replays,
-    launched_counts,
-    locate,
-    replayable,
-)
+from sparsek_kernels.paged.replay import Replays
 from sparsek_kernels.paged.scratch import _workspaces
 from tests.kernels.launched import write_launched
 from tests.kernels.paged.gate_cases import make_gates
-from tests.kernels.spied import STREAM, Note, SpiedKernel, taken
-
-TOP_K = SelectionPolicy(num_sink=64, window_size=512, top_k=8)
-POLICIES = {
-    "dense": SelectionPolicy(),
-    "window": SelectionPolicy(num_sink=4, window_size=300),
-    "topk": TOP_K,
-}
-
-
-@pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Note]]:
-    """What is launched, on a Hopper GPU that is not there."""
-    found: list[Note] = []
-    for name, module in KERNELS.items():
-        arg_names = getattr(module, name).arg_names
-        monkeypatch.setattr(module, name, SpiedKernel(name, arg_names, found))
-    monkeypatch.setattr(replay_module, "current_device", lambda: -1)  # of CPU tensors
-    monkeypatch.setattr(recording_module, "current_stream", lambda _device: STREAM)
-    monkeypatch.setattr(replay_module, "take_turns", lambda _device: STREAM)
-    with simulated(90, 132):
-        yield found
-
-
-def call_of(tensors: Tensors, key: Hashable, replays: Replays) -> ReplayableCall:
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    return ReplayableCall(Located(tensors, addresses, None, -1), key, replays)
-
-
-def layer(seed: int, **options: Any) -> Problem:
-    """A layer of a step with two decodes and two prefills; layers have the same pages."""
-    lengths = [(1, 1800), (1, 900), (2200, 2300), (64, 64)]
-    shape = {"heads": 4, "dim": 64, "page_size": 64, "head_major": True}
-    found = make_problem(lengths, num_decodes=2, dtype=torch.bfloat16, **shape, **options)
-    generator = torch.Generator(device=found.q.device).manual_seed(seed)
-    found.q.normal_(generator=generator)
-    return found
+from tests.kernels.spied import STREAM, Note, taken
 
 
 def attend_through_the_jit(problem: Problem, batch: PagedBatch, policy: SelectionPolicy) -> Tensors:
@@ -178,118 +132,6 @@ def test_writes_are_replayed(notes: list[Note]) -> None:
     assert described(taken(notes), tensors(second)) == wanted
     assert replays[0] is not None
     assert not replays[0].kept  # nothing of the first step outlives it
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors count as those of the current GPU."""
-    monkeypatch.setattr(replay_module, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-
-def test_calls_of_one_key_lie_alike(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = torch.zeros(4, 8), torch.zeros(4, 8)
-
-    def found(tensors: Tensors, rule: str) -> ReplayableCall:
-        located = locate(tensors)
-        assert located is not None
-        call = replayable(located, rule)
-        assert call is not None
-        return call
-
-    call = found((q, None), "rule")
-    assert found((k, None), "rule").key == call.key
-    others: list[tuple[Tensors, str]] = [
-        ((q, k), "rule"),
-        ((q.t(), None), "rule"),
-        ((q.double(), None), "rule"),
-        ((q[:3], None), "rule"),
-        ((q, None), "another rule"),
-    ]
-    for tensors, rule in others:
-        assert found(tensors, rule).key != call.key
-    assert locate((q.view(-1)[1:], None)) is None  # not aligned
-    assert locate((q, "k")) is None  # type: ignore[arg-type]
-    for where, name, value in (
-        (replay_module, "has_launch_hook", True),
-        (torch.cuda, "is_current_stream_capturing", True),
-        (replay_module, "current_device", 0),
-    ):
-        with mock.patch.object(where, name, return_value=value):
-            assert replayable(call.located, "rule") is None
-    with mock.patch.object(replay_module, "current_device", return_value=0):
-        assert locate((q, None)) is None
-
-
-def test_segments_of_a_layer_look_at_its_tensors_once(on_cpu: None) -> None:
-    problem = layer(1)
-    operands = problem.operands(torch.empty_like(problem.q))
-    segment = Segment(problem.batch.part(0, 2), TOP_K)
-    with mock.patch.object(torch.Tensor, "is_cuda", True):
-        first, again = (_replayable_segment(operands, segment, None) for _ in range(2))
-        rows = _replayable_segment(operands.of_rows(slice(2, None)), segment, None)
-        other = replace(operands, out=torch.empty_like(problem.q))
-        moved = _replayable_segment(other, segment, None)
-        operands.out = other.out
-        changed = _replayable_segment(operands, segment, None)
-    assert first is not None
-    assert again is not None
-    assert rows is not None
-    assert moved is not None
-    assert changed is not None
-    assert changed.located.addresses == moved.located.addresses
-    assert again.located is first.located
-    assert rows.located.addresses[3] == operands.q[2:].data_ptr() != first.located.addresses[3]
-    assert moved.located.addresses[4] == other.out.data_ptr() != first.located.addresses[4]
-
-
-def test_fake_tensors_are_not_asked_for_addresses(on_cpu: None) -> None:
-    call = replayable(call_of((torch.zeros(4, 8),), "rule", {}).located, "rule")
-    assert call is not None
-    with FakeTensorMode() as mode:
-        assert locate((mode.from_tensor(torch.zeros(4, 8)),)) is None
-        assert replayable(call.located, "rule") is None
-
-
-def test_pages_that_are_known_are_not_looked_at(on_cpu: None) -> None:
-    pages, others = [tuple(torch.zeros(8, 16) for _ in range(3)) for _ in range(2)]
-    q = torch.zeros(4, 8)
-    known = locate(pages)
-    assert known is not None
-    whole = locate((*pages, q, None))
-    asked: list[torch.Tensor] = []
-
-    def spied(tensor: torch.Tensor, stride: Callable[..., Any] = torch.Tensor.stride) -> Any:
-        asked.append(tensor)
-        return stride(tensor)
-
-    with mock.patch.object(torch.Tensor, "stride", spied):
-        found = locate((*pages, q, None), known)
-        assert len(asked) == 1
-        assert asked[0] is q
-        moved = locate((*pages[:2], others[2], q, None), known)  # one of them is another
-        assert len(asked) == 5
-        with mock.patch.object(replay_module, "current_device", return_value=0):
-            assert locate((*pages, q, None), known) is None
-    assert found is not None
-    assert whole is not None
-    assert moved is not None
-    assert (found.key, found.addresses) == (whole.key, whole.addresses)
-    assert moved.addresses[2] == others[2].data_ptr()
-
-
-def test_layers_with_other_indexers_have_other_replays(on_cpu: None) -> None:
-    problem, rule = layer(1), TOP_K.per_token(sel_block_size=32)
-    gates = [make_gates(4, 2, 64, norms=norms) for norms in (True, False)]
-    operands = problem.operands(torch.empty_like(problem.q))
-    segment = Segment(problem.batch.part(0, 2), rule)
-    keys = set()
-    with mock.patch.object(torch.Tensor, "is_cuda", True):
-        for index in (None, PageRecords(), InfLLM(), *map(Seer, gates)):
-            call = _replayable_segment(operands, segment, index)
-            assert call is not None
-            keys.add(call.key)
-    assert len(keys) == 5
 
 
 def test_attention_is_replayed_where_the_choice_is_not(
@@ -441,112 +283,6 @@ def test_steps_keep_their_own_replays_but_for_decodes(on_cpu: None, no_lasting: 
     first, again = plan_step(one, rule), plan_step(one, rule)
     assert all(x.replays is y.replays for x, y in zip(first, again, strict=True))
     assert len({id(each.replays) for each in first}) == len(first) > 1
-
-
-def test_what_cannot_be_replayed_is_launched_every_time() -> None:
-    class Interpreted:
-        arg_names = ("x",)
-        launches = 0
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def launch(x: torch.Tensor) -> None:
-                self.launches += 1
-
-            return launch
-
-    kernel, replays = Interpreted(), Replays()
-    x = torch.zeros(8)
-    for _ in range(3):
-        call = call_of((x,), "rule", replays)
-        assert not call.replay()
-        with call.recorded():
-            run(kernel, (1,), x)
-    assert kernel.launches == 3
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Calls of the test that are not replayed."""
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(replay_module, "_launched", found)
-    return found
-
-
-def test_addresses_that_are_not_aligned_are_counted_and_logged_once(
-    on_cpu: None, counted: Counter[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(3):
-        assert locate((torch.zeros(8), torch.zeros(8)[1:])) is None
-    assert list(counted.values()) == list(launched_counts().values()) == [3]
-    assert ["multiple of 16" in message for message in caplog.messages] == [True]
-
-
-def test_a_refused_replay_goes_through_the_jit(
-    on_cpu: None,
-    notes: list[Note],
-    counted: Counter[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(replay_module, "_refused", [])
-    kernel, x = SpiedKernel("kernel", ["x"], notes), torch.zeros(8)
-    replays: Replays = {}
-
-    def refuse(*_: Any) -> None:
-        raise TypeError("an integer is required")
-
-    monkeypatch.setattr(kernel, "run", refuse)
-    located = locate((x,))
-    assert located is not None
-    call = replayable(located, "rule", replays)
-    assert call is not None
-    with call.recorded():
-        run(kernel, (1,), x)
-    assert not call.replay()
-    with call.recorded():
-        run(kernel, (1,), x)
-    assert len(notes) == 2
-    assert replayable(located, "rule", replays) is None
-    assert counted == {"Triton says an integer is required": 2}
-    assert len(caplog.messages) == 1
-    assert "an integer is required" in caplog.text
-
-
-def test_tensors_that_cannot_be_told_apart_are_counted_and_logged_once(
-    notes: list[Note], counted: Counter[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    both = torch.zeros(64)
-    tensors = (both[:16], both[16:32])
-    replays: Replays = {}
-    call = call_of(tensors, "rule", replays)
-    for calls in (1, 2, 3):  # recorded once: what was in vain is not tried again
-        assert not call.replay()
-        with call.recorded():
-            run(SpiedKernel("kernel", ["x"], notes), (1,), both[32:])
-        assert list(counted.values()) == [calls]
-    assert ["share an address or a storage" in message for message in caplog.messages] == [True]
-
-
-def test_where_nothing_is_launched_a_later_call_is_recorded(notes: list[Note]) -> None:
-    """As where kernels are compiled alone, at the start of a server."""
-    replays: Replays = {}
-    call = call_of((torch.zeros(8),), "rule", replays)
-    with call.recorded():
-        pass
-    assert not replays
-    with call.recorded():
-        run(SpiedKernel("kernel", ["x"], notes), (1,), torch.zeros(8))
-    assert call.replay()
-
-
-def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
-    replays: Replays = {}
-    call = call_of((torch.zeros(8),), "rule", replays)
-    with pytest.raises(ValueError, match="broken"), call.recorded():
-        raise ValueError("broken")
-    assert not replays
-    run(SpiedKernel("kernel", ["x"], notes), (1,), torch.zeros(8))  # into no recording
-    assert len(notes) == 1
 
 
 @pytest.mark.gpu
