@@ -55,10 +55,10 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that start engines and servers first: they are the longest to run."""
-    starts = {
+    """Put files first that start engines and servers, or are long: nobody waits for them alone."""
+    first = {
         item.path
         for item in items
-        if item.get_closest_marker("engine") or item.get_closest_marker("serve")
+        if any(item.get_closest_marker(name) for name in ("engine", "serve", "long"))
     }
-    items.sort(key=lambda item: item.path not in starts)
+    items.sort(key=lambda item: item.path not in first)

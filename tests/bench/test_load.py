@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sparsek_backend.bench import plan as plans
@@ -20,7 +21,7 @@ from sparsek_backend.bench.load import LoadPlan, load_table, open_ends, run_load
 from sparsek_backend.bench.load_results import Answer, LoadFile, Measured, load_rows, next_rate
 from sparsek_backend.bench.load_worker import Progress, draw_words, send_sessions
 from sparsek_backend.bench.loads import LOADS, Limits, Session, Turn, draw_sessions
-from sparsek_backend.machine import Machine
+from sparsek_backend.machine import Machine, cpu_dtype
 
 MACHINE = Machine("gpu", "1", "2", "3", "4", "abc")
 LIMITS = Limits(first=2.0, later=1.0, per_token=0.5)
@@ -362,6 +363,7 @@ def test_an_engine_answers_sessions_from_its_prefix_cache(
     real, arguments = plans.run_worker, ["load", "--model", "tiny", "--out", str(tmp_path)]
     arguments += ["--load", "agent", "--scale", "0.02", "--requests", "4", "--rate", "1", "--eager"]
     arguments += ["--sparsek", '{"dense_below": 0, "top_k": 1, "window_size": 64}']
+    arguments += [] if torch.cuda.is_available() else ["--dtype", cpu_dtype()]
 
     def run(module: str, job: dict[str, Any], **options: Any) -> dict[str, Any]:
         if job["settings"] is None:

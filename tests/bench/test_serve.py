@@ -27,7 +27,7 @@ from sparsek_backend.bench.serve import (
 )
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.eval.record import append_rows
-from sparsek_backend.machine import Machine
+from sparsek_backend.machine import Machine, cpu_dtype
 from tests.vllm_backend.engines import forget_engines, quickly
 
 MACHINE = Machine("gpu", "1", "2", "3", "4", "abc")
@@ -185,6 +185,7 @@ def test_a_tiny_shape_is_served_by_both_backends(
     monkeypatch.setattr(plans, "run_worker", run)
     arguments = ["serve", "--model", "tiny", "--out", str(tmp_path), "--context", "512"]
     arguments += ["--context", "64", "--requests", "2", "--repeats", "1", "--output-tokens", "8"]
+    arguments += [] if torch.cuda.is_available() else ["--dtype", cpu_dtype()]
     settings = '{"dense_below": 0, "top_k": 1, "window_size": 64}'
     result = CliRunner().invoke(app, [*arguments, "--sparsek", settings])
     assert result.exit_code == 0, result.output

@@ -24,6 +24,7 @@ import sparsek_backend.transformers_op as sparsek
 from sparsek_backend.transformers_op import SinkWindowCache, sequences
 from tests.transformers_op.tiny import configure
 
+pytestmark = pytest.mark.long
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "drop_ins.md"
 LENGTH = 2048
 
@@ -125,7 +126,9 @@ EXAMPLES = ["LENGTH = 8000", "SinkWindowCache"]
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs_on_our_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, told = f'dtype="{cpu_dtype()}"', 'attn_implementation="sparsek"'
     shorter = {"LENGTH = 8000": f"LENGTH = {LENGTH}", "max_new_tokens=16": "max_new_tokens=3"}
+    shorter[told] = f"{told}, {dtype}"
     calls = _run_example(name, monkeypatch, shorter)
     wanted = "attend_selected" if name.startswith("LENGTH") else "sink_flash_attention"
     assert calls.count(wanted) >= 30, "every layer"

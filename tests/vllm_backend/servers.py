@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sparsek_backend.machine import cpu_dtype
 from tests.ports import hold_port
 from tests.processes import SECONDS, wait_until
 
@@ -26,6 +27,7 @@ MEMORY = (
     if torch.cuda.is_available()
     else ("--kv-cache-memory-bytes", str(512 << 20))
 )
+DTYPE = () if torch.cuda.is_available() else ("--dtype", cpu_dtype())
 
 
 def _has_distribution(name: str) -> bool:
@@ -86,6 +88,7 @@ def command(model: Path, port: int, *extra: str) -> list[str]:
         *("--attention-backend", "SPARSEK", "--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", MODEL, "--max-model-len", str(MAX_LEN), "--enforce-eager"),
         *MEMORY,
+        *DTYPE,
         *extra,
     ]
 
