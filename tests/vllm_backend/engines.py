@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from sparsek_backend.bench.serve_worker import read_stats
@@ -183,7 +183,7 @@ def generate_by_both(
             found = await asyncio.gather(*(one(*place) for place in places))
             return found, await llm.collective_rpc(read_stats)
         finally:
-            with suppress(psutil.NoSuchProcess):  # vLLM asks for the name of one that has just ended
+            with suppress(psutil.NoSuchProcess):  # vLLM names one that has just ended
                 llm.shutdown()
 
     return asyncio.run(serve())
