@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from sparsek_backend.bench.serve_worker import read_stats
