@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from . import compat
 from .gates import GateFile, open_gates
 from .names import BACKEND_NAME
 from .settings import engine_config, prefill_pattern
+from .sleep import make_to_stay
 
 if TYPE_CHECKING:
     from sparsek_backend.patterns.prefill import PrefillPattern
@@ -48,14 +49,9 @@ class Engine:
     groups: list[list[str]] = field(default_factory=list)
 
     def rotation_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return :attr:`rotation` on the device of the layers, where it stays.
-
-        Another thread copies it.  vLLM builds the KV cache in this one, and drops all that it makes
-        meanwhile when the engine sleeps.
-        """
+        """Return :attr:`rotation` on the device of the layers, where it stays."""
         if self.rotation is not None and self.rotation.device != device:
-            with ThreadPoolExecutor(1) as thread:
-                self.rotation = thread.submit(self.rotation.to, device).result()
+            self.rotation = make_to_stay(partial(self.rotation.to, device))
         return self.rotation
 
 

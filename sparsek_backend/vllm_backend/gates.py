@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 
 from sparsek_backend.config import ConfigError, ResolvedConfig
 from sparsek_kernels.paged.index.seer.gates import POOLS, Gates
+
+from .sleep import make_to_stay
 
 _NAME = "model.layers.{}.self_attn.attn_gate.attngate_{}.weight"
 
@@ -94,8 +95,7 @@ class GateFile:
             own = tensor[heads] if part.startswith("linear") else tensor
             return own.to(device, torch.float32).contiguous()
 
-        with ThreadPoolExecutor(1) as thread:
-            found = {part: thread.submit(copied, part).result() for part in self._shapes}
+        found = make_to_stay(lambda: {part: copied(part) for part in self._shapes})
         return Gates(found["linear_q"], found["linear_k"], found.get("qnorm"), found.get("knorm"))
 
 

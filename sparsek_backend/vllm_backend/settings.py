@@ -52,10 +52,10 @@ def first_layer(vllm_config: Any) -> int:
 
 
 def lacking_tokens(vllm_config: Any, layer: int) -> int:
-    """Return how many tokens of a request vLLM's lengths on the host may lack, for a layer's steps.
+    """Return by how many tokens vLLM's lengths on the host may fall short, for steps of a layer.
 
-    A draft model takes a request's next token with those before it, and one that drafts in parallel
-    places for all drafts.  These are in the lengths on the device alone.
+    The lengths on the device are exact.  A draft model adds the next token to each request, and one
+    that drafts in parallel adds a place for each draft; the lengths on the host have neither.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     served = getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0)

@@ -67,7 +67,7 @@ def build_batch(
             end may have none.
         captured_decodes: whether a CUDA graph may hold a step of decodes.  Its launches are those
             of decodes, so a prompt's last tokens are no exception there.
-        lacking: :func:`settings.lacking_tokens`.
+        lacking: tokens by which vLLM's lengths on the host may fall short of those on the device.
     """
     num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
         common, decode_threshold=decode_query_len
@@ -146,8 +146,8 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
     def counted_layers(self) -> list[str]:
         """The layers that attend the steps of this group, to be asked for from a first step on.
 
-        Steps of the served model go to its draft's layers too, which attend those of their own
-        group: the one made last.
+        vLLM builds the served model's steps for the layers of its draft too.  A draft's layer
+        attends the steps of its own group alone, which is the last group made that has it.
         """
         groups, own = self.engine.groups[::-1], self.layer_names
         return [x for x in own if next((y for y in groups if x in y), own) is own]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from sparsek_backend.config import register_mode
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.engine import Engine
+from sparsek_backend.vllm_backend.sleep import make_to_stay
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
@@ -53,8 +54,7 @@ def _by_pattern(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers
     if entries is None or not policy.prefill.selects_blocks:
         return default_indexers(policy)
     lists = block_lists(entries[site.own_heads(len(entries))], policy.prefill)
-    with ThreadPoolExecutor(1) as thread:  # vLLM may drop what this one makes (Engine.rotation_on)
-        lists = thread.submit(lists.to, site.device).result()
+    lists = make_to_stay(partial(lists.to, site.device))
     return Indexers(VerticalSlash(lists), default_indexers(policy).decode)
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_backend.vllm_backend.sleep import make_to_stay
 from sparsek_kernels.common.recording import compiling
 from sparsek_kernels.paged.attend.config import MANY_PROGRAMS
 from sparsek_kernels.paged.batch import PagedBatch
@@ -149,12 +150,8 @@ def warm_up(
     kinds = {(*pages, *layer.impl.kernel_key): layer for layer in layers}
     new = [layer for kind, layer in kinds.items() if kind not in ready]
     ready.update(kinds)
-    with ThreadPoolExecutor(1) as thread:
-        # vLLM makes the pages of an engine with sleep mode in a memory pool whose content it drops
-        # when the engine sleeps.  The pool takes the allocations of this thread alone, so scratch
-        # that kernels keep for later calls is made in another one.
-        steps = thread.submit(_run, new, spec, vllm_config, device, query_len, rotation)
-        count = steps.result()
+    # scratch that kernels keep for later calls stays
+    count = make_to_stay(partial(_run, new, spec, vllm_config, device, query_len, rotation))
     if count:
         logger.info(
             "SPARSEK kernels are ready (%d steps, %.1f s, kept in Triton's cache); they hold "
