@@ -79,7 +79,7 @@ def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         pytest.param("0", "draft_model", id="first-draft_model"),
         pytest.param("0", "eagle", id="first-eagle"),
-        # vLLM refuses draft models there ("does not yet support: speculative method")
+        # vLLM 0.26 refuses draft models in its second runner
         pytest.param("1", "eagle", marks=pytest.mark.gpu, id="second-eagle"),
     ],
 )
