@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
+from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,6 +118,41 @@ def test_compiled_layer() -> None:
     compiled = distances(run(module, x), wanted)
     for name, far in eager.items():
         assert compiled[name] <= 2 * far + 1e-3, f"{name}: {compiled[name]:.2e}, eager {far:.2e}"
+
+
+@pytest.mark.parametrize("compression", ["mean", "mlp"])
+def test_a_cuda_graph_captures_a_step(compression: str) -> None:
+    """Forward and backward copy nothing from the host, nor wait for the device."""
+    module = layer(16, 1, compression=compression).bfloat16()
+    x = tokens(1500).bfloat16()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wanted = run(module, x)
+    torch.cuda.synchronize()
+    upstream = torch.randn_like(x)
+    leaves = [x.requires_grad_(), *module.parameters()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(x)
+        grads = torch.autograd.grad(out, leaves, upstream)
+    graph.replay()
+    assert torch.equal(out.double(), wanted["out"])
+    for found, want in zip(grads, torch.autograd.grad(module(x), leaves, upstream), strict=True):
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotation_and_its_gradient(dtype: torch.dtype) -> None:
+    """One kernel gives what torch operations give; its gradient is rotated back."""
+    frequencies = rotary_frequencies(64, 10000.0)
+    at = torch.randint(0, 100000, (2, 300))
+    x, upstream = torch.randn(2, 2, 6, 300, 64).to(dtype).transpose(2, 3)
+    wanted = rotate(x, at, frequencies), rotate(upstream, -at, frequencies)
+    on_gpu = [t.cuda() for t in (x, upstream, at, frequencies)]
+    x, upstream, *by = on_gpu
+    out = rotate(x.requires_grad_(), *by)
+    (grad,) = torch.autograd.grad(out, x, upstream)
+    for found, want in zip((out, grad), wanted, strict=True):
+        torch.testing.assert_close(found.cpu(), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

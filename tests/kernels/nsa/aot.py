@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparsek_kernels.common import grids
 from sparsek_kernels.nsa import config as launch_common
 from sparsek_kernels.nsa.compress import launch as launch_compress
+from sparsek_kernels.nsa.compress import launch_rotary
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
@@ -42,7 +43,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 
 MODULES = (
-    *(launch_compress, launch_compressed),
+    *(launch_compress, launch_rotary, launch_compressed),
     *(launch_compressed_hopper, launch_compressed_select),
     *(launch_gate, launch_select, launch_selected, launch_index, launch_share),
     launch_selected_bwd,
@@ -108,6 +109,8 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     )
     launch_compress.mean_pool_forward([k], [cmp], None, spec)
     launch_compress.mean_pool_backward([cmp], [k], None, spec)
+    positions, freqs = torch.arange(tokens), torch.rand(dim // 2)
+    launch_rotary.rotate_into(q, q, positions, freqs, 1)
     launch_compressed.backward(compressed(), q, lse, q, None)
     for rows in (tokens, 1):
         few, found = q[:, :rows], indices[:, :rows]

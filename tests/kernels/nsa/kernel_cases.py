@@ -41,6 +41,7 @@ from tests.kernels.interpreter import hasten_interpreter
 from tests.kernels.nsa import reference as ref
 from tests.kernels.nsa.choice_cases import run_best, run_index, run_share, run_summed
 from tests.kernels.nsa.judge import Judge
+from tests.kernels.nsa.rotary_cases import run_rotary
 
 PORTABLE: dict[str, Any] = dict.fromkeys(
     ("selected_hopper", "selected_boxes", "combine_hopper", "selected_bwd_hopper")
@@ -480,6 +481,7 @@ def main() -> int:
         kinds = product((False, True), (1, 2, 9))
         failed += sum(run_index(*kind, args.device) for kind in kinds)
         failed += sum(run_share(group, args.device) for group in (16, 4, 1))
+        failed += run_rotary(args.device)
     print(f"{failed} failed")
     return 1 if failed else 0
 

@@ -23,7 +23,7 @@ KERNELS = {
     *("nsa_selected_combine_kernel", "nsa_selected_tokens_kernel", "nsa_selected_bwd_part_kernel"),
     *("nsa_index_keys_kernel", "nsa_index_order_kernel", "nsa_index_merge_kernel"),
     *("nsa_selected_bwd_dq_kernel", "nsa_selected_bwd_dkdv_kernel"),
-    *("nsa_gate_fwd_kernel", "nsa_gate_bwd_kernel", "nsa_gate_rows_kernel"),
+    *("nsa_gate_fwd_kernel", "nsa_gate_bwd_kernel", "nsa_gate_rows_kernel", "nsa_rotary_kernel"),
 }
 HOPPER_KERNELS = {
     *("nsa_selected_hopper_part_kernel", "nsa_selected_hopper_combine_kernel"),

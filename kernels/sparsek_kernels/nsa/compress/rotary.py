@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from sparsek_kernels.common.device import dispatch_modes, transformed
+from sparsek_kernels.common.operators import new_like, runs_kernels
 
 
 def rotary_frequencies(
@@ -22,11 +27,14 @@ def rotary_frequencies(
     """
     half = head_dim // 2
     index = torch.arange(half, device=device, dtype=dtype)
-    return torch.pow(torch.tensor(theta, dtype=dtype, device=device), -index / half)
+    base = torch.full((), theta, dtype=dtype, device=device)  # no copy from the host: it would wait
+    return torch.pow(base, -index / half)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs ``(x[i], x[i + D / 2])`` by ``position * frequencies[i]``.
+    """Rotate the pairs ``(x[i], x[i + D / 2])`` by ``position * frequencies[i]``; differentiable.
+
+    One kernel on CUDA; torch operations elsewhere, and where a compiler or a transform traces them.
 
     Args:
         x: ``[B, N, H, D]``, any floating dtype; computed in the dtype of ``frequencies``.
@@ -36,9 +44,39 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) 
     Returns:
         The rotated tensor in the dtype of ``x``.
     """
+    if (
+        not torch.compiler.is_compiling()
+        and type(x) is torch.Tensor
+        and runs_kernels(x)
+        and not dispatch_modes()
+        and not transformed()
+    ):
+        rotated: torch.Tensor = _Rotation.apply(x, positions, frequencies, 1)
+        return rotated
     compute = frequencies.dtype
     angle = positions.to(compute)[..., None] * frequencies  # [(B,) N, D / 2]
     cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
     first, second = x.to(compute).split(x.shape[-1] // 2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return turned.to(x.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """The rotation on a GPU; its gradient is rotated back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, sign: int
+    ) -> torch.Tensor:
+        from sparsek_kernels.nsa.compress.launch_rotary import rotate_into
+
+        ctx.save_for_backward(positions, frequencies)
+        ctx.sign = sign
+        out = new_like(x)
+        with torch.cuda.device_of(x):
+            rotate_into(out, x, positions, frequencies, sign)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Rotation.apply(dout, *ctx.saved_tensors, -ctx.sign), None, None, None
