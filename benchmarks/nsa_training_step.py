@@ -158,21 +158,21 @@ def step_call(
     return step
 
 
-def graph_call(model: NSALlamaForCausalLM, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+class GraphStep:
     """A training step captured in a CUDA graph; its loss is that of the latest replay."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step = step_call(model, ids, capturable=True)
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return loss
+    def __init__(self, model: NSALlamaForCausalLM, ids: torch.Tensor) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self.step = step_call(model, ids, capturable=True)  # its optimiser has to live on
+            self.step()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = self.step()
 
-    return replay
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.loss
 
 
 def peak_mib(step: Call, device: torch.device) -> float | None:
@@ -237,7 +237,7 @@ def measure(
     models = {OURS: model, best: dense_twin(model, dense[best])}
     ways: dict[str, Callable[..., Callable[[], torch.Tensor]]] = {"nsa_training_step": step_call}
     if device.type == "cuda":
-        ways["nsa_training_graph"] = graph_call
+        ways["nsa_training_graph"] = GraphStep
     for op, way in ways.items():
         steps = {name: way(x, ids) for name, x in models.items()}
         peaks = {name: peak_mib(step, device) for name, step in steps.items()}

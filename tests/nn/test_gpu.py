@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
+from sparsek_kernels.common import tape
 from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate
 
 pytestmark = [
@@ -118,6 +119,34 @@ def test_compiled_layer() -> None:
     compiled = distances(run(module, x), wanted)
     for name, far in eager.items():
         assert compiled[name] <= 2 * far + 1e-3, f"{name}: {compiled[name]:.2e}, eager {far:.2e}"
+
+
+@pytest.mark.parametrize("kind", ["sequence", "batch", "packed"])
+def test_a_replayed_pass_computes_what_the_jit_launches(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = layer(16, 1).bfloat16()
+    xs = [x.bfloat16() for x in tokens(1500, batch=4).split(2 if kind == "batch" else 1)]
+    cu_seqlens = None
+    if kind == "packed":
+        cu_seqlens = torch.tensor([0, 700, 701, 1500], dtype=torch.int32, device="cuda")
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        out = module(x, cu_seqlens=cu_seqlens)
+        return [out, *torch.autograd.grad(out, [x, *module.parameters()], out.detach())]
+
+    monkeypatch.setattr(tape, "_replays", {})
+    monkeypatch.setattr(tape, "_MOST_ELEMENTS", 0)
+    wanted = [step(x) for x in xs]
+    assert not tape._replays
+    monkeypatch.undo()
+    monkeypatch.setattr(tape, "_replays", {})
+    for x, want in zip(xs, wanted, strict=True):  # recorded, then replayed
+        for found, exact in zip(step(x), want, strict=True):
+            assert torch.equal(found, exact)
+        assert len(tape._replays) == 3
+        assert all(tape._replays.values()), "choice, branches and backward pass are replayed"
 
 
 @pytest.mark.parametrize("compression", ["mean", "mlp"])

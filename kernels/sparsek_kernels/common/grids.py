@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.common.kernels.sequences import tile_map_kernel
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import AttentionShape, cdiv
 
 Grid = tuple[int, int, int]
@@ -18,7 +19,7 @@ def tile_map(cu_seqlens: torch.Tensor, total: int, block: int) -> torch.Tensor:
     num_seqs = cu_seqlens.shape[0] - 1
     num_tiles = total // block + num_seqs
     tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=cu_seqlens.device)
-    tile_map_kernel[(num_seqs + 1,)](tiles, cu_seqlens, num_seqs, num_tiles, block, 256)
+    run(tile_map_kernel, (num_seqs + 1,), tiles, cu_seqlens, num_seqs, num_tiles, block, 256)
     return tiles
 
 

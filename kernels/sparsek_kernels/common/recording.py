@@ -106,13 +106,23 @@ _Place = tuple[int, int, int]
 """An argument that a replay exchanges: its index, that of a tensor, and bytes behind its start."""
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A function that launches a kernel, its arguments, and which of them a replay exchanges."""
 
     run: Any
     args: list[Any]
     pointers: Sequence[_Place]
     described: Sequence[tuple[int, int, int, _Maps]]
+
+    def on(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch it on tensors at these addresses; that of ``None`` is 0."""
+        args = self.args.copy()
+        args[_STREAM] = stream
+        for index, tensor, offset in self.pointers:
+            args[index] = addresses[tensor] + offset
+        for index, tensor, offset, maps in self.described:
+            args[index] = maps[addresses[tensor] + offset]
+        self.run(*args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +193,35 @@ class Recording:
     """Launches so far, and whether they can be replayed."""
 
     def __init__(self, tensors: Tensors) -> None:
-        starts = [(i, x, x.data_ptr()) for i, x in enumerate(tensors) if x is not None]
         self._storages: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._places: dict[int, list[tuple[int, int]]] = defaultdict(list)
         """By address, the exchanged tensors that it may be in, and bytes behind their start."""
-        for index, tensor, start in starts:
-            self._storages[_storage(tensor)].append((index, start))
-            self._places[start].append((index, 0))
-        self._launches: list[_Launch] = []
-        self._kept: list[torch.Tensor] = []
-        self._usable = True
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                self.follow(tensor, index)
+        self.launches: list[Launch] = []
+        self.kept: list[torch.Tensor] = []
+        """Tensors of launches that a replay does not exchange."""
+        self._listens = True
+        self.usable = True
+        """Whether the launches can be replayed."""
         self.ambiguous = False
         """Whether an argument may be several of the tensors: views of one storage."""
+
+    def follow(self, tensor: torch.Tensor, index: int) -> None:
+        """Take a tensor as the ``index``-th that a replay exchanges; it stays alive meanwhile."""
+        start = tensor.data_ptr()
+        self._storages[_storage(tensor)].append((index, start))
+        self._places[start].append((index, 0))
+
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Keep no launch meanwhile."""
+        self._listens = False
+        try:
+            yield
+        finally:
+            self._listens = True
 
     def add(
         self,
@@ -205,9 +232,11 @@ class Recording:
         options: dict[str, Any],
     ) -> None:
         """Keep one launch; ``compiled`` is ``None`` in the interpreter, which replays nothing."""
+        if not self._listens:
+            return
         if compiled is None:
-            self._usable = False
-        if not self._usable:
+            self.usable = False
+        if not self.usable:
             return
         own = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
         sizes = [*(*grid, 1, 1)[:_STREAM], None]
@@ -232,7 +261,7 @@ class Recording:
             place = self._find(base, base.data_ptr())
             if place is not None:
                 described.append((found.places[index], *place, own_maps))
-        self._launches.append(_Launch(found.run, found.expanded(bound, maps), pointers, described))
+        self.launches.append(Launch(found.run, found.expanded(bound, maps), pointers, described))
 
     def _find(self, tensor: torch.Tensor, address: int) -> tuple[int, int] | None:
         """The exchanged tensor that an argument is, or lies in, and bytes behind its start.
@@ -244,22 +273,22 @@ class Recording:
             self._places[address] = [(index, address - start) for index, start in inside]
         same = self._places[address]
         if not same:
-            self._kept.append(tensor)
+            self.kept.append(tensor)
             return None
         if len(same) > 1:  # which of them the argument follows cannot be told
-            self._usable, self.ambiguous = False, True
+            self.usable, self.ambiguous = False, True
         return same[0]
 
     @property
     def empty(self) -> bool:
         """Whether nothing was launched."""
-        return self._usable and not self._launches
+        return self.usable and not self.launches
 
     def finish(self) -> Replay | None:
         """The launches; ``None`` where they cannot be replayed, or there were none."""
-        if not self._usable or not self._launches:
+        if not self.usable or not self.launches:
             return None
-        return Replay(self._launches, self._kept)
+        return Replay(self.launches, self.kept)
 
 
 @dataclass(frozen=True)
@@ -271,7 +300,7 @@ class Replay:
         kept: tensors whose addresses the launches have; they live as long as the replay.
     """
 
-    launches: Sequence[_Launch]
+    launches: Sequence[Launch]
     kept: Sequence[torch.Tensor] = field(repr=False)
 
     def __call__(self, tensors: Tensors, device: int) -> None:
@@ -280,14 +309,8 @@ class Replay:
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
         """Launch everything on tensors at these addresses; that of ``None`` is 0."""
-        for run, prepared, pointers, described in self.launches:
-            args = prepared.copy()
-            args[_STREAM] = stream
-            for index, tensor, offset in pointers:
-                args[index] = addresses[tensor] + offset
-            for index, tensor, offset, maps in described:
-                args[index] = maps[addresses[tensor] + offset]
-            run(*args)
+        for one in self.launches:
+            one.on(addresses, stream)
 
 
 def _is_descriptor(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.common.kernels.row_dots import row_dots_kernel
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import cdiv, next_power_of_2
 
 
@@ -14,7 +15,8 @@ def row_dots(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor) -
     delta = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=out.device)
     block_d = max(16, next_power_of_2(dim))
     block_m = max(1, 8192 // block_d)
-    row_dots_kernel[(cdiv(num_q, block_m), num_heads, batch)](
+    run(
+        row_dots_kernel, (cdiv(num_q, block_m), num_heads, batch),
         delta, out, dout, dlse.contiguous() if dlse is not None else delta,
         *out.stride(), *dout.stride(),
         num_q, num_heads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window import ops as sink_window_ops
 
+Tensors = tuple[torch.Tensor, ...]
 _spec = lru_cache(maxsize=64)(NSASpec)  # its checks take longer than a look-up
 
 
@@ -36,6 +37,19 @@ def _passes(x: torch.Tensor) -> Any:
 
         return launches
     return torch_path
+
+
+def _replayed(
+    read: Sequence[torch.Tensor | None], options: Hashable, compute: Callable[[], Tensors]
+) -> Tensors:
+    """What ``compute()`` returns on the device of the tensors; kernels' launches are replayed."""
+    first = next(x for x in read if x is not None)
+    with torch.cuda.device_of(first):
+        if not (first.is_cuda and runs_kernels(first)):
+            return compute()
+        from sparsek_kernels.common.tape import replayed
+
+        return replayed(read, options, compute)
 
 
 def _new_indices(q: torch.Tensor, k_cmp: torch.Tensor, top_n: int) -> torch.Tensor:
@@ -134,13 +148,18 @@ compressed_fwd, compressed_bwd = attention_operators(
 )
 def compressed_select(
     q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tensors:
     """``compressed_fwd``, and ``select`` with its log-sum-exps; not differentiable."""
     problem = _compressed_problem(q, k_cmp, v_cmp, *rest)
-    out, lse, found = new_like(q), new_lse(q), _new_indices(q, k_cmp, problem.spec.top_n)
-    with torch.cuda.device_of(q):
+
+    def compute() -> Tensors:
+        out, lse, found = new_like(q), new_lse(q), _new_indices(q, k_cmp, problem.spec.top_n)
         _passes(q).attend_and_select(problem, out, lse, found)
-    return out, lse, found
+        return out, lse, found
+
+    seq_len, cu_seqlens, spec, softmax_scale = rest
+    options = ("compressed", seq_len, tuple(spec), softmax_scale)
+    return _replayed((q, k_cmp, v_cmp, cu_seqlens), options, compute)
 
 
 @compressed_select.register_fake
@@ -231,7 +250,7 @@ def _selected_branch(*inputs: Any) -> tuple[SelectedProblem, torch.Tensor]:
 )
 def branches(
     outs: Sequence[torch.Tensor], lses: Any, gates: Sequence[torch.Tensor], *inputs: Any
-) -> tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Gated sum of three branches, in the order compressed, selected, sliding.
 
     ``outs [B, N, Hq, D]`` and ``lses [B, Hq, N]`` are results of the compressed and the sliding
@@ -239,12 +258,17 @@ def branches(
     ``keys`` and ``values`` receive the gradients.  What follows the sum is for the backward pass:
     output and log-sum-exp of the selected branch, and its index where kernels run.
     """
-    problem, index = _selected_branch(*inputs)
-    out, out_slc, lse_slc = new_like(problem.q), new_like(problem.q), new_lse(problem.q)
-    with torch.cuda.device_of(out):
-        _passes(out).selected_forward(problem, out_slc, lse_slc)
-        _passes(out).gated_forward(out, (outs[0], out_slc, outs[1]), gates)
-    return out, out_slc, lse_slc, index
+    q, keys, values, block_indices, _, cu_seqlens, spec, _, softmax_scale = inputs
+
+    def compute() -> Tensors:
+        problem, index = _selected_branch(*inputs)
+        out, out_slc, lse_slc = new_like(q), new_like(q), new_lse(q)
+        _passes(q).selected_forward(problem, out_slc, lse_slc)
+        _passes(q).gated_forward(out, (outs[0], out_slc, outs[1]), gates)
+        return out, out_slc, lse_slc, index
+
+    read = (*outs, *gates, q, keys[1], values[1], block_indices, cu_seqlens)
+    return _replayed(read, ("branches", tuple(spec), softmax_scale), compute)
 
 
 @branches.register_fake
@@ -284,19 +308,25 @@ def branches_bwd(
     """Gradients of q, keys, values and gates; ``outs`` and ``lses`` are of all three branches."""
     outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, spec, *rest = inputs
     window_size, softmax_scale = rest
-    outs, lses, gates, keys, values = (PerBranch(*x) for x in (outs, lses, gates, keys, values))
-    problem = GatedProblem(
-        outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, _spec(*spec),
-        window_size, softmax_scale, index,
-    )  # fmt: skip
-    found = None
-    with torch.cuda.device_of(q):
+
+    def compute() -> Tensors:
+        problem = GatedProblem(
+            PerBranch(*outs), PerBranch(*lses), PerBranch(*gates), q, PerBranch(*keys),
+            PerBranch(*values), block_indices, seq_len, cu_seqlens, _spec(*spec), window_size,
+            softmax_scale, index,
+        )  # fmt: skip
+        found = None
         if runs_kernels(q):
             from sparsek_kernels.nsa.backward import backward
 
             found = backward(problem, dout)
         grads = found or _branch_gradients(problem, dout)
-    return grads.q, list(grads.keys), list(grads.values), list(grads.gates)
+        return grads.q, *grads.keys, *grads.values, *grads.gates
+
+    lists = (*outs, *lses, *gates, *keys, *values)
+    options = ("backward", seq_len, tuple(spec), window_size, softmax_scale)
+    found = _replayed((dout, index, q, *lists, block_indices, cu_seqlens), options, compute)
+    return found[0], [*found[1:4]], [*found[4:7]], [*found[7:]]
 
 
 @branches_bwd.register_fake

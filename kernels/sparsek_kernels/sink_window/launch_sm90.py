@@ -52,7 +52,8 @@ def forward(
     sink_k_desc, sink_v_desc = k_desc, v_desc
     if shape.num_sink:
         sink_k_desc, sink_v_desc = (describe(x, config.sink_block)[0] for x in (k, v))
-    sink_window_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
+    run(
+        sink_window_hopper_fwd_kernel, (min(num_tiles, multiprocessors(q.device)),),
         out, *pointers(out, lse), q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc,
         *pointers(q, problem.sinks), *problem.offsets, *pointers(q, tiles),
         problem.spec.softmax_scale * LOG2E.value, *problem.window, *out.stride()[:3],
@@ -150,7 +151,8 @@ def backward(
     k_desc, k_rows, k_cols = describe(k, tile.block_n)
     v_desc, v_rows, v_cols = describe(v, tile.block_n)
     dq_desc, _, _ = describe(dq_acc.view(1, -1, 1, shape.head_dim), tile.block_m)
-    sink_window_hopper_bwd_kernel[(blocks * heads * batch * keys.num_segments,)](
+    run(
+        sink_window_hopper_bwd_kernel, (blocks * heads * batch * keys.num_segments,),
         dk, dv, order, order[-4:], dq_desc, q_desc, g_desc, k_desc, v_desc, lse, delta,
         *(sink_grads or (delta, delta)), *problem.offsets, *pointers(q, tiles),
         problem.spec.softmax_scale, *problem.window, *dk.stride()[:3],
@@ -169,7 +171,8 @@ def finish_dq(dq: torch.Tensor, dq_acc: torch.Tensor, scale: float) -> None:
     batch, num_q, num_heads, head_dim = dq.shape
     padded_dim = next_power_of_2(head_dim)
     rows = 8192 // padded_dim
-    sink_window_bwd_finish_kernel[(cdiv(num_q, rows), num_heads, batch)](
+    run(
+        sink_window_bwd_finish_kernel, (cdiv(num_q, rows), num_heads, batch),
         dq, dq_acc, scale,
         *dq.stride()[:3],
         num_q, num_heads,

@@ -51,8 +51,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) 
         and not dispatch_modes()
         and not transformed()
     ):
-        rotated: torch.Tensor = _Rotation.apply(x, positions, frequencies, 1)
-        return rotated
+        return _Rotation.rotate(x, positions, frequencies, 1)
     compute = frequencies.dtype
     angle = positions.to(compute)[..., None] * frequencies  # [(B,) N, D / 2]
     cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
@@ -79,4 +78,10 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Rotation.apply(dout, *ctx.saved_tensors, -ctx.sign), None, None, None
+        return _Rotation.rotate(dout, *ctx.saved_tensors, -ctx.sign), None, None, None
+
+    @classmethod
+    def rotate(cls, *inputs: Any) -> torch.Tensor:
+        """``apply``, which has no types."""
+        rotated: torch.Tensor = cls.apply(*inputs)  # type: ignore[no-untyped-call]
+        return rotated

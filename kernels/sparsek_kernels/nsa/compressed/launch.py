@@ -7,6 +7,7 @@ import torch
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.grids import query_grid, tile_grid
 from sparsek_kernels.common.operators import new_like, pointers
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.nsa.compressed import launch_sm90
 from sparsek_kernels.nsa.compressed.kernels.bwd import (
@@ -46,7 +47,8 @@ def forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) ->
         return
     tile = problem.config.compressed
     grid, tiles = query_grid(problem.shape, problem.cu_seqlens, tile.block_m)
-    nsa_compressed_fwd_kernel[grid](
+    run(
+        nsa_compressed_fwd_kernel, grid,
         out, lse, q, k_cmp, v_cmp, *pointers(problem.q, problem.cu_seqlens, problem.cu_cmp, tiles),
         problem.softmax_scale,
         *q.stride(), *k_cmp.stride(), *v_cmp.stride(), *_sizes(problem),
@@ -75,7 +77,8 @@ def backward(
     strides = (*dout.stride(), *q.stride(), *k_cmp.stride(), *v_cmp.stride())
     tile = problem.config.compressed_dq
     grid, tiles = query_grid(problem.shape, problem.cu_seqlens, tile.block_m)
-    nsa_compressed_bwd_dq_kernel[grid](
+    run(
+        nsa_compressed_bwd_dq_kernel, grid,
         dq, *inputs, *pointers(problem.q, cu_seqlens, cu_cmp, tiles), problem.softmax_scale,
         *strides, *_sizes(problem),
         **_options(problem, tile),
@@ -87,7 +90,8 @@ def backward(
     part_shape = (2, num_kv_heads, shape.group, batch, rows, head_dim)
     parts = new(part_shape, dtype=torch.float32, device=q.device)
     grid, tiles = tile_grid(cu_cmp, rows, tile.block_n, shape.num_heads, batch)
-    nsa_compressed_bwd_dkdv_kernel[grid](
+    run(
+        nsa_compressed_bwd_dkdv_kernel, grid,
         parts[0], parts[1], *inputs, *pointers(problem.q, cu_seqlens, cu_cmp, tiles),
         problem.softmax_scale,
         *strides, *_sizes(problem), rows,

@@ -15,6 +15,7 @@ from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import cdiv
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS
 from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
@@ -67,7 +68,8 @@ def arrange(problem: CompressedProblem) -> Arranged:
     # so its values must be finite.
     v_out = (torch.empty if cu_cmp is None else torch.zeros)(found, dtype=v.dtype, device=v.device)
     longest = torch.zeros(2, dtype=torch.float32, device=k.device)
-    nsa_arrange_kernel[(num_tiles, heads, batch)](
+    run(
+        nsa_arrange_kernel, (num_tiles, heads, batch),
         k_out, v_out, longest, k, v, q, *pointers(problem.q, problem.cu_seqlens, cu_cmp, tiles),
         *k.stride()[:3], *v.stride()[:3], *q.stride()[:3],
         rows, q.shape[1], found[1],
@@ -98,7 +100,8 @@ def forward(
     left = torch.zeros(num_tiles + 1, dtype=torch.int32, device=q.device)
     bound = BOUND_BF16.value if q.dtype == torch.bfloat16 else BOUND_FP16.value
     for bounded in (True, False):
-        nsa_compressed_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
+        run(
+            nsa_compressed_hopper_fwd_kernel, (min(num_tiles, multiprocessors(q.device)),),
             out, lse, out if sums is None else sums.words, lse if sums is None else sums.maxima,
             keys.longest, left, q_desc, k_desc, v_desc,
             *pointers(problem.q, cu_rows, cu_seqlens, problem.cu_cmp, tiles),

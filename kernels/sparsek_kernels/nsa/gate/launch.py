@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sparsek_kernels.common.operators import new_like
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import cdiv, next_power_of_2
 from sparsek_kernels.nsa.config import row_tile
 from sparsek_kernels.nsa.gate.branches import PerBranch
@@ -25,7 +26,8 @@ def forward(out: torch.Tensor, outs: Sequence[torch.Tensor], gates: Sequence[tor
     if rows == 0:
         return
     block_r, block_d = row_tile(head_dim)
-    nsa_gate_fwd_kernel[(cdiv(rows, block_r),)](
+    run(
+        nsa_gate_fwd_kernel, (cdiv(rows, block_r),),
         out, *(x.contiguous() for x in (*outs, *gates)), rows,
         HEAD_DIM=head_dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
@@ -44,7 +46,8 @@ def backward(
     if rows == 0:
         return
     block_r, block_d = row_tile(head_dim)
-    nsa_gate_bwd_kernel[(cdiv(rows, block_r),)](
+    run(
+        nsa_gate_bwd_kernel, (cdiv(rows, block_r),),
         *douts, *dgates, dout, *(x.contiguous() for x in (*outs, *gates)),
         *dout.stride(),
         rows, num_q, num_heads,
@@ -66,7 +69,8 @@ def gate_rows(
     block_d = max(16, next_power_of_2(head_dim))
     block_h = max(8192 // block_d // _ROWS_TOKENS, 1)
     tiles = cdiv(num_q, _ROWS_TOKENS) * cdiv(num_heads, block_h)
-    nsa_gate_rows_kernel[(tiles, batch)](
+    run(
+        nsa_gate_rows_kernel, (tiles, batch),
         *dgates, delta, folded, dout, *outs, *(x.contiguous() for x in gates), *lses,
         *dout.stride(),
         num_q, num_heads, batch * num_heads * num_q,

@@ -8,6 +8,7 @@ from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.descriptors import describe, tile_layout
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import next_power_of_2, octet_strides
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import TileConfig
@@ -89,7 +90,8 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
     }
     if hopper is not None:
         k_desc, k_rows, k_cols = describe(k_cmp, tile.block_n)
-        nsa_block_scores_hopper_kernel[grid](
+        run(
+            nsa_block_scores_hopper_kernel, grid,
             scores, q, k_desc, lse, *maps, problem.softmax_scale,
             *octet_strides(q), k_rows, k_cols, *sizes,
             Q_LAYOUT=tile_layout(block_t * shape.padded_group, shape.head_dim, q.dtype),
@@ -98,7 +100,8 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
         )  # fmt: skip
         return
     block_c = next_power_of_2(spec.strides_per_sel)
-    nsa_block_scores_kernel[grid](
+    run(
+        nsa_block_scores_kernel, grid,
         scores, q, k_cmp, lse, *maps, problem.softmax_scale,
         *q.stride(), *k_cmp.stride(), *sizes,
         **rules, BLOCK_B=max(tile.block_n, 16 // block_c), BLOCK_C=block_c,
@@ -130,7 +133,8 @@ def choose(
     batch, num_q, num_kv_heads, _ = block_indices.shape
     rows, pitch = scores.shape[1], scores.shape[3]
     width = blocks_reached(pitch, cu_seqlens, first + rows + offset, spec)
-    nsa_top_blocks_kernel[(rows, num_kv_heads, batch)](
+    run(
+        nsa_top_blocks_kernel, (rows, num_kv_heads, batch),
         block_indices, scores, block_indices if token_seq is None else token_seq,
         block_indices if cu_seqlens is None else cu_seqlens, first, rows, num_q, offset, pitch,
         SEL_BLOCK=spec.sel_block_size, TOP_N=spec.top_n, NUM_INIT=spec.num_init_blocks,

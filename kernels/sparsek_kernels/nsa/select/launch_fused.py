@@ -11,6 +11,7 @@ import torch
 
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import next_power_of_2
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed import launch_sm90
@@ -82,7 +83,8 @@ def choose_summed(
         rows = end - done
         if cu_seqlens is None:
             rows = min(rows, max(width * spec.sel_block_size - sums.first - done, 1))
-        nsa_top_summed_blocks_kernel[(rows, num_kv_heads, batch)](
+        run(
+            nsa_top_summed_blocks_kernel, (rows, num_kv_heads, batch),
             block_indices, sums.words[done * heads * sums.pitch * 16 :],
             sums.maxima[done * heads * sums.pitch :], lse,
             block_indices if token_seq is None else token_seq,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import cdiv
 from sparsek_kernels.nsa.selected.kernels.index import (
     nsa_index_keys_kernel,
@@ -112,7 +113,8 @@ def sort_selection(
     cu_seqlens = pointers(problem.q, problem.cu_seqlens)
     if keys is None:
         keys = torch.empty(count, dtype=torch.int32, device=device)
-        nsa_index_keys_kernel[_grid(count)](
+        run(
+            nsa_index_keys_kernel, _grid(count),
             keys, problem.block_indices, *cu_seqlens,
             count, num_keys, shape.num_q, shape.num_k, problem.offset, index.chunk_rows, num_blocks,
             problem.num_seqs, shape.num_kv_heads,
@@ -120,7 +122,8 @@ def sort_selection(
             BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     ordered, places = torch.sort(keys, stable=True)
-    nsa_index_order_kernel[_grid(count, 2 * num_keys + 1)](
+    run(
+        nsa_index_order_kernel, _grid(count, 2 * num_keys + 1),
         index.entries, index.entry_rows, index.entry_offsets, index.item_keys, index.block_seq,
         ordered, places, *cu_seqlens,
         count, num_keys, shape.num_q, num_blocks, problem.num_seqs, index.item_entries,
@@ -143,7 +146,8 @@ def merge_selection(problem: SelectedProblem, kept: torch.Tensor) -> InverseInde
     chunk_keys = shape.num_kv_heads * index.num_blocks
     num_keys, num_merged = num_chunks * chunk_keys, index.num_chunks * chunk_keys
     count = entries.numel()
-    nsa_index_merge_kernel[_grid(count, num_merged + 1)](
+    run(
+        nsa_index_merge_kernel, _grid(count, num_merged + 1),
         index.entries, index.entry_rows, index.entry_offsets, index.item_keys, index.block_seq,
         entries, offsets, *pointers(problem.q, problem.cu_seqlens),
         num_keys, shape.num_q, index.num_blocks, problem.num_seqs, index.item_entries, num_merged,

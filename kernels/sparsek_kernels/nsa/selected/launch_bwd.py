@@ -8,6 +8,7 @@ import torch
 
 from sparsek_kernels.common.descriptors import tile_layout
 from sparsek_kernels.common.operators import new_like, pointers
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.common.shapes import cdiv, octet_strides
 from sparsek_kernels.nsa.selected.index import merge_selection, sort_selection
@@ -77,20 +78,23 @@ def backward_rows(
             "DS_LAYOUT": tile_layout(problem.sel_block_size, sm90.block_m, q.dtype),
         }
     for number, chunk in enumerate(plan.chunks(), 1):
-        part_kernel[(chunk.items,)](
+        run(
+            part_kernel, (chunk.items,),
             dk_part, dv_part, dq_part, dout, q, k, v, lse, delta, *plan.item_tensors,
             problem.softmax_scale,
             *strides, *plan.item_sizes(chunk),
             **options,
         )  # fmt: skip
-        nsa_selected_bwd_dq_kernel[(cdiv(chunk.num_rows, block_t), shape.num_kv_heads)](
+        run(
+            nsa_selected_bwd_dq_kernel, (cdiv(chunk.num_rows, block_t), shape.num_kv_heads),
             dq, dq_part, dq if dq_acc is None else dq_acc, problem.block_indices,
             problem.softmax_scale, chunk.first_row, chunk.num_rows, shape.num_q, shape.num_kv_heads,
             GROUP=shape.group, TOP_N=problem.top_n, HEAD_DIM=shape.head_dim,
             ADDED=dq_acc is not None, BLOCK_T=block_t, BLOCK_G=shape.padded_group,
             BLOCK_D=shape.padded_dim, num_warps=4,
         )  # fmt: skip
-        nsa_selected_bwd_dkdv_kernel[(index.num_blocks, shape.num_kv_heads)](
+        run(
+            nsa_selected_bwd_dkdv_kernel, (index.num_blocks, shape.num_kv_heads),
             dk, dv, *sums, dk_part, dv_part, index.entry_offsets, index.block_seq,
             *pointers(problem.q, problem.cu_seqlens), chunk.first_key, index.num_blocks,
             shape.num_kv_heads, shape.num_k, index.item_entries,

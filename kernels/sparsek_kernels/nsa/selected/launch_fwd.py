@@ -17,6 +17,7 @@ from sparsek_kernels.common.descriptors import describe_boxes, tile_layout
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import next_power_of_2, octet_strides
 from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
@@ -81,7 +82,8 @@ def _forward_tokens(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tens
     grid, tiles = tile_grid(
         problem.cu_seqlens, shape.num_q, block_t, shape.num_kv_heads, shape.batch
     )
-    nsa_selected_tokens_kernel[grid](
+    run(
+        nsa_selected_tokens_kernel, grid,
         out, lse, problem.q, problem.k, problem.v, problem.block_indices,
         *pointers(problem.q, problem.cu_seqlens, tiles), problem.softmax_scale,
         *problem.q.stride(), *problem.k.stride(), *problem.v.stride(),
@@ -151,7 +153,8 @@ def _part_writer(
         options = plan.portable_options(config.selected)
 
     def launch(chunk: Chunk) -> None:
-        kernel[(chunk.items,)](
+        run(
+            kernel, (chunk.items,),
             tensors[0], part_lse, *tensors[1:], *plan.item_tensors, problem.softmax_scale,
             *strides, *plan.item_sizes(chunk),
             **options,
@@ -227,7 +230,8 @@ def _combiner(
             tables = (*tables, *keys)
             counts = (grid[0], grid[0] * grid[1], first_tile)
             grid = (min(counts[1], 2 * multiprocessors(q.device)), 1, 1)
-        kernel[grid](
+        run(
+            kernel, grid,
             out, out if lse is None else lse, part, part_lse, q, k, v, *(gated or (q,) * 5),
             problem.block_indices, *pointers(problem.q, cu_rows, cu_first, tiles),
             *tables, problem.softmax_scale,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import next_power_of_2
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.selected.kernels.share import nsa_share_blocks_kernel
@@ -65,7 +66,8 @@ def share_blocks(problem: SelectedProblem, tile: TileConfig, together: int) -> S
         new(rows * heads * top_n), new(rows, heads), new(tiles, heads, most), new(tiles, heads, 2),
         launch_rows, launch_tiles,
     )  # fmt: skip
-    nsa_share_blocks_kernel[(tiles, heads)](
+    run(
+        nsa_share_blocks_kernel, (tiles, heads),
         found.keys, found.far, found.lists, found.counts, problem.block_indices,
         rows, launch_rows, launch_tiles, config.index_rows, num_keys, num_blocks, problem.offset,
         heads,

@@ -1,0 +1,115 @@
+"""A call that is replayed allocates, runs and launches what it did, on other tensors."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from sparsek_kernels.common import recording as recording_module
+from sparsek_kernels.common import tape as tape_module
+from sparsek_kernels.common.recording import run
+from sparsek_kernels.common.tape import recorded
+from tests.kernels.spied import STREAM, Note, SpiedKernel, taken
+
+NOTES: list[Note] = []
+KERNEL = SpiedKernel("kernel", ["x", "y", "SIZE"], NOTES)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches on a stream of no GPU."""
+    for module in (recording_module, tape_module):
+        monkeypatch.setattr(module, "current_stream", lambda _device: STREAM)
+    NOTES.clear()
+
+
+def doubled_sums(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sums of rows and columns of ``2 x + y``, by views, scratch and operations in place."""
+    both = torch.empty(2, *x.shape).zero_()
+    first, second = both.unbind()
+    first.add_(x, alpha=2)
+    run(KERNEL, (3,), second, x[1:], SIZE=16)
+    ordered, places = torch.sort(y, dim=1, stable=True)
+    first.scatter_add_(1, places, ordered)
+    run(KERNEL, (1,), first, ordered[0], SIZE=16)
+    return torch.cat([first, second]).sum(1), first.t().contiguous()[0:]
+
+
+def test_a_replay_computes_from_the_tensors_that_it_is_given() -> None:
+    one, other = ([torch.randn(4, 4), torch.randn(4, 4)] for _ in range(2))
+    results, replay = recorded(one, lambda: doubled_sums(*one))
+    assert replay is not None
+    taken(NOTES)
+    wanted = doubled_sums(*other)
+    taken(NOTES)
+    again = replay(other, 0)
+    assert all(torch.equal(x, y) for x, y in zip(again, wanted, strict=True))
+    assert not any(torch.equal(x, y) for x, y in zip(again, results, strict=True))
+    first, second = taken(NOTES)
+    assert (first[1], first[2][1:]) == ((3, 1, 1), [other[0][1:].data_ptr(), 16])
+    assert first[2][0] - second[2][0] == other[0].nbytes, "two halves of one allocation"
+
+
+def test_scratch_lives_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(8)
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        scratch = x + 1
+        view = scratch[2:]
+        doubled = view * 2
+        return (doubled - 1,)
+
+    _, replay = recorded([x], compute)
+    assert replay is not None
+
+    def watched(function: object) -> object:
+        def call(*args: torch.Tensor, **options: object) -> torch.Tensor:
+            found = function(*args, **options)  # type: ignore[operator]
+            seen.append(weakref.ref(found))
+            alive.append(sum(ref() is not None for ref in seen))
+            return found
+
+        return call
+
+    steps = [step._replace(action=step.action._replace(function=watched(step.action.function)))
+             for step in replay.steps]  # fmt: skip
+    monkeypatch.setattr(replay, "steps", steps)
+    (found,) = replay([x], 0)
+    assert torch.equal(found, (x[2:] + 1) * 2 - 1)
+    assert alive == [1, 2, 3, 2], "a view keeps what it is of; then the double and the result"
+
+
+def test_what_is_not_known_is_not_replayed() -> None:
+    """What the host reads, and tensors that were neither given nor made."""
+    x, y = torch.ones(3), torch.ones(3)
+    results, replay = recorded([x], lambda: (x * float(x.sum()),))
+    assert replay is None
+    assert torch.equal(results[0], torch.full((3,), 3.0))
+    assert recorded([x], lambda: (x + y,))[1] is None
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        run(KERNEL, (1,), x, y, SIZE=16)
+        return (x + 1,)
+
+    assert recorded([x], launch)[1] is None
+    assert recorded([x, y], launch)[1] is not None
+
+
+def test_an_operator_that_launches_is_replayed_as_one() -> None:
+    @torch.library.custom_op("sparsek_test::launches", mutates_args=())
+    def launches(x: torch.Tensor) -> torch.Tensor:
+        out = x + 1
+        run(KERNEL, (1,), out, x, SIZE=16)
+        return out
+
+    one, other = torch.ones(4), torch.zeros(4)
+    _, replay = recorded([one], lambda: (launches(one),))
+    assert replay is not None
+    taken(NOTES)
+    (found,) = replay([other], 0)
+    assert torch.equal(found, other + 1)
+    assert [args[:2] for _, _, args in NOTES] == [[found, other]], "through the JIT, once"
