@@ -83,6 +83,24 @@ def test_scratch_lives_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) 
     assert alive == [1, 2, 3, 2], "a view keeps what it is of; then the double and the result"
 
 
+def test_what_may_be_a_view_or_a_copy() -> None:
+    """``contiguous`` of both kinds; below autograd it comes as the one operation that it is."""
+    one, other = ([torch.randn(4, 4), torch.randn(4, 3, 2).unbind(2)[0]] for _ in range(2))
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            x, y = x.contiguous(), y.contiguous()
+            run(KERNEL, (1,), x, y, SIZE=16)
+            return (torch.cat([x, y], 1),)
+
+    _, replay = recorded(one, lambda: compute(*one))
+    assert replay is not None
+    taken(NOTES)
+    (found,) = replay(other, 0)
+    assert torch.equal(found, torch.cat(other, 1))
+    assert NOTES[0][2][0] == other[0].data_ptr() != NOTES[0][2][1] != other[1].data_ptr()
+
+
 def test_what_is_not_known_is_not_replayed() -> None:
     """What the host reads, and tensors that were neither given nor made."""
     x, y = torch.ones(3), torch.ones(3)

@@ -211,7 +211,7 @@ class Recording:
     def follow(self, tensor: torch.Tensor, index: int) -> None:
         """Take a tensor as the ``index``-th that a replay exchanges; it stays alive meanwhile."""
         start = tensor.data_ptr()
-        self._storages[_storage(tensor)].append((index, start))
+        self._storages[storage_of(tensor)].append((index, start))
         self._places[start].append((index, 0))
 
     @contextmanager
@@ -269,7 +269,7 @@ class Recording:
         ``None`` for any other, which is kept.
         """
         if address not in self._places:
-            inside = self._storages.get(_storage(tensor), ())
+            inside = self._storages.get(storage_of(tensor), ())
             self._places[address] = [(index, address - start) for index, start in inside]
         same = self._places[address]
         if not same:
@@ -405,5 +405,6 @@ def _unwrapped(
     return _passed(inner.cell_contents, behind), expand, places
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor lies in."""
     return tensor.untyped_storage().data_ptr()

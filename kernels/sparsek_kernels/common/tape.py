@@ -21,7 +21,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsek_kernels.common.device import current_device, current_stream, dispatch_modes
-from sparsek_kernels.common.recording import Launch, Recording, has_launch_hook, recording
+from sparsek_kernels.common.recording import (
+    Launch,
+    Recording,
+    has_launch_hook,
+    recording,
+    storage_of,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -102,8 +108,9 @@ class _Tape(TorchDispatchMode):
         if not all(isinstance(x, torch.Tensor) for x in results):
             self.usable = False  # something that the host has read
             return found
-        aliases = [x.alias_info for x in func._schema.returns]
-        is_view = any(x is not None and not x.is_write for x in aliases)
+        storages = {storage_of(x) for x in args if isinstance(x, torch.Tensor)}
+        in_place = any(id(x) in self._slots for x in results)
+        is_view = not in_place and storage_of(results[0]) in storages
         given = [self._slotted(x) for x in args]
         options = {name: self._slotted(x) for name, x in (kwargs or {}).items()}
         places = [self._place(x, is_view) for x in results]
