@@ -59,3 +59,13 @@ _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 def transformed() -> bool:
     """Whether a transform of ``torch.func`` or forward-mode differentiation is at work."""
     return _transforms() or forward_ad._current_level >= 0
+
+
+def plain(x: torch.Tensor) -> bool:
+    """Whether ``x`` is what it seems: no subclass, and nothing traces or transforms its calls."""
+    return (
+        type(x) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and not dispatch_modes()
+        and not transformed()
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch._library.custom_ops import CustomOpDef
+from torch.autograd.function import once_differentiable
 
 from sparsek_kernels.checks import FLOAT_DTYPES
 from sparsek_kernels.common.precision import compute_dtype
@@ -20,6 +21,65 @@ gradients."""
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether Triton kernels serve the device and dtype of ``x``; else torch operations do."""
     return x.is_cuda and x.dtype in FLOAT_DTYPES
+
+
+class Direct:
+    """An operator's computation and gradient, without the dispatcher.
+
+    Each call of a ``torch.library`` operator costs the host as much as several launches.
+
+    Args:
+        implementation: takes tensors, lists of tensors and other values; returns a tuple of
+            tensors, or a list, whose gradients ``backward`` then takes as one list.
+        setup_context: as ``register_autograd`` takes it.
+        backward: the same; differentiable once.
+    """
+
+    def __init__(
+        self,
+        implementation: Callable[..., Sequence[torch.Tensor]],
+        setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+        backward: Callable[..., tuple[Any, ...]],
+    ) -> None:
+        self.implementation, self.setup_context = implementation, setup_context
+        self.backward = backward
+
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """The results, with gradients of tensors in lists too."""
+        lengths = [len(x) if _is_tensor_list(x) else None for x in inputs]
+        flat: list[Any] = []
+        for x, length in zip(inputs, lengths, strict=True):
+            flat += [x] if length is None else x
+        found: tuple[torch.Tensor, ...] = _Direct.apply(self, lengths, *flat)  # type: ignore[no-untyped-call]
+        return found
+
+
+def _is_tensor_list(x: Any) -> bool:
+    return isinstance(x, list | tuple) and len(x) > 0 and isinstance(x[0], torch.Tensor)
+
+
+class _Direct(torch.autograd.Function):
+    """Calls a :class:`Direct` with its lists put together again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, direct: Direct, lengths: list[int | None], *flat: Any
+    ) -> tuple[torch.Tensor, ...]:
+        rest = iter(flat)
+        inputs = tuple(next(rest) if n is None else [next(rest) for _ in range(n)] for n in lengths)
+        found = direct.implementation(*inputs)
+        ctx.direct, ctx.lengths, ctx.is_list = direct, lengths, isinstance(found, list)
+        direct.setup_context(ctx, inputs, found)
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        flat: list[Any] = [None, None]
+        given = ([*grads],) if ctx.is_list else grads
+        for grad, length in zip(ctx.direct.backward(ctx, *given), ctx.lengths, strict=True):
+            flat += [grad] if length is None else grad
+        return tuple(flat)
 
 
 def new_like(x: torch.Tensor) -> torch.Tensor:

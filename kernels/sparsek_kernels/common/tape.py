@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -53,18 +52,14 @@ class _Call(NamedTuple):
     options: dict[str, Any]
     results: list[int]
     is_view: bool
-
-    def slots(self) -> set[int]:
-        """The slots that it reads."""
-        flat = chain.from_iterable(
-            x if isinstance(x, list) else (x,) for x in (*self.args, *self.options.values())
-        )
-        return {x.place for x in flat if isinstance(x, _Slot)}
+    reads: set[int]
 
     def on(self, tensors: list[Any], addresses: list[int]) -> None:
         """Run it on tensors by slots, and put what it makes among them."""
-        args = [_filled(x, tensors) for x in self.args]
-        options = {name: _filled(x, tensors) for name, x in self.options.items()}
+        args, options = self.args, self.options
+        if self.reads:
+            args = [_filled(x, tensors) for x in args]
+            options = {name: _filled(x, tensors) for name, x in options.items()}
         found = self.function(*args, **options)
         results = found if isinstance(found, list | tuple) else (found,)
         for place, tensor in zip(self.results, results, strict=True):
@@ -111,10 +106,11 @@ class _Tape(TorchDispatchMode):
         storages = {storage_of(x) for x in args if isinstance(x, torch.Tensor)}
         in_place = any(id(x) in self._slots for x in results)
         is_view = not in_place and storage_of(results[0]) in storages
-        given = [self._slotted(x) for x in args]
-        options = {name: self._slotted(x) for name, x in (kwargs or {}).items()}
+        reads: set[int] = set()
+        given = [self._slotted(x, reads) for x in args]
+        options = {name: self._slotted(x, reads) for name, x in (kwargs or {}).items()}
         places = [self._place(x, is_view) for x in results]
-        self.steps.append(_Call(func, given, options, places, is_view))
+        self.steps.append(_Call(func, given, options, places, is_view, reads))
         return found
 
     def follow_launches(self) -> None:
@@ -122,13 +118,18 @@ class _Tape(TorchDispatchMode):
         self.steps += self._record.launches
         self._record.launches.clear()
 
-    def _slotted(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            place = self._slots.get(id(value), self._given.get(_where(value)))
-            if place is None:  # neither given nor made: nobody knows when it changes
-                self.usable = False
-            return value if place is None else _Slot(place)
-        return [self._slotted(x) for x in value] if isinstance(value, list | tuple) else value
+    def _slotted(self, value: Any, reads: set[int]) -> Any:
+        """An argument with slots in the place of tensors, which are noted among ``reads``."""
+        if isinstance(value, list | tuple):
+            return [self._slotted(x, reads) for x in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = self._slots.get(id(value), self._given.get(_where(value)))
+        if place is None:  # neither given nor made: nobody knows when it changes
+            self.usable = False
+            return value
+        reads.add(place)
+        return _Slot(place)
 
     def _place(self, tensor: torch.Tensor, is_view: bool) -> int:
         """The slot of a result; launches find views in the tensors that they are of."""
@@ -172,8 +173,7 @@ class _Replay:
             elif action.is_view and wanted.isdisjoint(action.results):
                 continue  # of use to launches alone, which find it by its address
             else:
-                reads = action.slots()
-                reads |= set() if action.is_view else set(action.results)
+                reads = action.reads | (set() if action.is_view else {*action.results})
             # The first time from behind is the last use.
             kept.append((action, {x for x in reads - wanted if x >= num_given}))
             wanted |= reads

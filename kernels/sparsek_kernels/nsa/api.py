@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.checks import DTYPES, check_int, check_query, check_scale, check_tensor
+from sparsek_kernels.common.device import plain
 from sparsek_kernels.nsa import ops
 from sparsek_kernels.nsa.checks import check_indices, check_lengths, check_pair, check_sequences
 from sparsek_kernels.nsa.compress.mlp import PhiWeights, phi_compress
@@ -80,13 +81,14 @@ def nsa_compress(
         if k.shape[0] != 1:
             raise ValueError(f"k: expected batch size 1 with cu_seqlens, got {k.shape[0]}")
         check_sequences(cu_seqlens, k.shape[1], k.device)
+    pool = ops.mean_pool_directly if plain(k) else ops.mean_pool
     if phi_k is None and phi_v is None:
-        k_cmp, v_cmp = ops.mean_pool([k, v], cu_seqlens, spec.as_list())
+        k_cmp, v_cmp = pool([k, v], cu_seqlens, spec.as_list())
         return k_cmp, v_cmp
-    found = []
+    found: list[torch.Tensor] = []
     for name, x, phi in (("phi_k", k, phi_k), ("phi_v", v, phi_v)):
         if phi is None:
-            found += ops.mean_pool([x], cu_seqlens, spec.as_list())
+            found += pool([x], cu_seqlens, spec.as_list())
         else:
             check_phi(name, phi, x, spec)
             found.append(phi_compress(x, phi, cu_seqlens, spec))
@@ -383,6 +385,7 @@ def nsa_attention(
         raise ValueError(
             f"k_swa: expected {q.shape[1]} tokens{'' if packed else ' or more'}, got {tokens}"
         )
+    direct = plain(q)
     # One operator computes the gradient of the gated sum, so the branches record none.
     query = q.detach()
     # The sliding branch is first: the GPU is busy with it while the host prepares the others.
@@ -397,13 +400,14 @@ def nsa_attention(
     cmp = (k_cmp.detach(), v_cmp.detach())
     compressed = (query, *cmp, length, cu_seqlens, fields, scale)
     if block_indices is None:
-        out_cmp, lse_cmp, block_indices = ops.compressed_select(*compressed)
+        choose = ops.compressed_select_directly if direct else ops.compressed_select
+        out_cmp, lse_cmp, block_indices = choose(*compressed)
     else:
         out_cmp, lse_cmp = ops.compressed_fwd(*compressed)
     leaves = (q, k_cmp, k, k_swa, v_cmp, v, v_swa, *gates)
     out: torch.Tensor
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
-        out, *_ = ops.branches(
+        out, *_ = (ops.branches_directly if direct else ops.branches)(
             [out_cmp, out_swa], [lse_cmp, lse_swa], gates,
             q, [k_cmp, k, k_swa], [v_cmp, v, v_swa], block_indices, length, cu_seqlens,
             fields, window_size, scale,

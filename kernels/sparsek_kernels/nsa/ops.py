@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from sparsek_kernels.common.device import plain
 from sparsek_kernels.common.operators import (
+    Direct,
     Passes,
     attention_operators,
     new_like,
@@ -71,8 +73,7 @@ def _new_means(
 # --- mean pooling -------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("sparsek::nsa_mean_pool", mutates_args=())
-def mean_pool(
+def _mean_pool(
     xs: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None, spec: Sequence[int]
 ) -> list[torch.Tensor]:
     """Means of the compressed blocks of each ``[B, M, Hkv, D]``: ``[B, C, Hkv, D]``."""
@@ -82,11 +83,11 @@ def mean_pool(
     return outs
 
 
+mean_pool = torch.library.custom_op("sparsek::nsa_mean_pool", _mean_pool, mutates_args=())
 mean_pool.register_fake(_new_means)
 
 
-@torch.library.custom_op("sparsek::nsa_mean_pool_bwd", mutates_args=())
-def mean_pool_bwd(
+def _mean_pool_bwd(
     douts: Sequence[torch.Tensor],
     num_tokens: int,
     cu_seqlens: torch.Tensor | None,
@@ -97,6 +98,11 @@ def mean_pool_bwd(
     with torch.cuda.device_of(douts[0]):
         _passes(douts[0]).mean_pool_backward(douts, dxs, cu_seqlens, _spec(*spec))
     return dxs
+
+
+mean_pool_bwd = torch.library.custom_op(
+    "sparsek::nsa_mean_pool_bwd", _mean_pool_bwd, mutates_args=()
+)
 
 
 @mean_pool_bwd.register_fake
@@ -112,10 +118,12 @@ def _mean_pool_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
 
 def _mean_pool_backward(ctx: Any, douts: list[torch.Tensor]) -> tuple[Any, ...]:
     (cu_seqlens,) = ctx.saved_tensors
-    return mean_pool_bwd(douts, ctx.num_tokens, cu_seqlens, ctx.spec), None, None
+    compute = _mean_pool_bwd if plain(douts[0]) else mean_pool_bwd
+    return compute(douts, ctx.num_tokens, cu_seqlens, ctx.spec), None, None
 
 
 mean_pool.register_autograd(_mean_pool_backward, setup_context=_mean_pool_context)
+mean_pool_directly = Direct(_mean_pool, _mean_pool_context, _mean_pool_backward)
 
 
 # --- compressed attention -----------------------------------------------------------------------
@@ -141,12 +149,7 @@ compressed_fwd, compressed_bwd = attention_operators(
 # --- selection ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
-    "sparsek::nsa_compressed_select",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k_cmp, Tensor v_cmp, {_COMPRESSED}) -> (Tensor, Tensor, Tensor)",
-)
-def compressed_select(
+def compressed_select_directly(
     q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *rest: Any
 ) -> Tensors:
     """``compressed_fwd``, and ``select`` with its log-sum-exps; not differentiable."""
@@ -160,6 +163,14 @@ def compressed_select(
     seq_len, cu_seqlens, spec, softmax_scale = rest
     options = ("compressed", seq_len, tuple(spec), softmax_scale)
     return _replayed((q, k_cmp, v_cmp, cu_seqlens), options, compute)
+
+
+compressed_select = torch.library.custom_op(
+    "sparsek::nsa_compressed_select",
+    compressed_select_directly,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k_cmp, Tensor v_cmp, {_COMPRESSED}) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @compressed_select.register_fake
@@ -243,12 +254,7 @@ def _selected_branch(*inputs: Any) -> tuple[SelectedProblem, torch.Tensor]:
     return replace(problem, index=index), index
 
 
-@torch.library.custom_op(
-    "sparsek::nsa_branches",
-    mutates_args=(),
-    schema=f"({_BRANCHES}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def branches(
+def _branches(
     outs: Sequence[torch.Tensor], lses: Any, gates: Sequence[torch.Tensor], *inputs: Any
 ) -> Tensors:
     """Gated sum of three branches, in the order compressed, selected, sliding.
@@ -269,6 +275,14 @@ def branches(
 
     read = (*outs, *gates, q, keys[1], values[1], block_indices, cu_seqlens)
     return _replayed(read, ("branches", tuple(spec), softmax_scale), compute)
+
+
+branches = torch.library.custom_op(
+    "sparsek::nsa_branches",
+    _branches,
+    mutates_args=(),
+    schema=f"({_BRANCHES}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @branches.register_fake
@@ -297,12 +311,7 @@ def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradien
     return GatedGradients(dq, PerBranch(dk_cmp, dk, dk_swa), PerBranch(dv_cmp, dv, dv_swa), dgates)
 
 
-@torch.library.custom_op(
-    "sparsek::nsa_branches_bwd",
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor index, {_BRANCHES}) -> (Tensor, Tensor[], Tensor[], Tensor[])",
-)
-def branches_bwd(
+def _branches_bwd(
     dout: torch.Tensor, index: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Gradients of q, keys, values and gates; ``outs`` and ``lses`` are of all three branches."""
@@ -329,6 +338,14 @@ def branches_bwd(
     return found[0], [*found[1:4]], [*found[4:7]], [*found[7:]]
 
 
+branches_bwd = torch.library.custom_op(
+    "sparsek::nsa_branches_bwd",
+    _branches_bwd,
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor index, {_BRANCHES}) -> (Tensor, Tensor[], Tensor[], Tensor[])",
+)
+
+
 @branches_bwd.register_fake
 def _(
     dout: Any, index: Any, outs: Any, lses: Any, *inputs: Any
@@ -353,7 +370,8 @@ def _branches_backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[A
         return ([None] * 2, [None] * 2, [None] * 3, None, [None] * 3, [None] * 3, *[None] * 6)
     q, block_indices, cu_seqlens, index, *lists = ctx.saved_tensors
     outs, lses, gates, keys, values = (lists[i : i + 3] for i in range(0, 15, 3))
-    dq, dkeys, dvalues, dgates = branches_bwd(
+    compute = _branches_bwd if plain(dout) else branches_bwd
+    dq, dkeys, dvalues, dgates = compute(
         dout, index, outs, lses, gates, q, keys, values, block_indices, ctx.seq_len, cu_seqlens,
         *ctx.scalars,
     )  # fmt: skip
@@ -361,3 +379,4 @@ def _branches_backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[A
 
 
 branches.register_autograd(_branches_backward, setup_context=_branches_context)
+branches_directly = Direct(_branches, _branches_context, _branches_backward)

@@ -80,6 +80,11 @@ def test_block_scores_agree_with_the_oracle(way: list[str]) -> None:
     assert sum(line.startswith("ok") for line in done.stdout.splitlines()) > 18
 
 
+def test_every_pass_is_replayed() -> None:
+    done = scripts.run(HERE / "replay_cases.py")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
 @pytest.mark.parametrize(
     ("arch", "group", "dim"),
     [(80, 4, 128), (86, 4, 128), (90, 16, 128), (90, 4, 128), (90, 1, 64), (100, 16, 128)],

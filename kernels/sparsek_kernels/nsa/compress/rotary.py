@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.common.device import dispatch_modes, transformed
+from sparsek_kernels.common.device import plain
 from sparsek_kernels.common.operators import new_like, runs_kernels
 
 
@@ -44,13 +44,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) 
     Returns:
         The rotated tensor in the dtype of ``x``.
     """
-    if (
-        not torch.compiler.is_compiling()
-        and type(x) is torch.Tensor
-        and runs_kernels(x)
-        and not dispatch_modes()
-        and not transformed()
-    ):
+    if runs_kernels(x) and plain(x):
         return _Rotation.rotate(x, positions, frequencies, 1)
     compute = frequencies.dtype
     angle = positions.to(compute)[..., None] * frequencies  # [(B,) N, D / 2]
