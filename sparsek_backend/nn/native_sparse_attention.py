@@ -194,12 +194,12 @@ class NativeSparseAttention(nn.Module):
             cmp_stride=stride,
             cu_seqlens=cu_seqlens,
         )
-        block = torch.arange(k_cmp.shape[1], device=k.device)
+        block = torch.arange(first_block, first_block + k_cmp.shape[1], device=k.device)
         if cu_seqlens is not None:
             offsets = compressed_cu_seqlens(cu_seqlens, size, stride)
             seq = torch.searchsorted(offsets[1:], block.int(), right=True)
             block = block - offsets[seq.clamp(max=offsets.shape[0] - 2)]
-        return self._rotate(k_cmp, (block + first_block) * stride), v_cmp
+        return self._rotate(k_cmp, block * stride), v_cmp
 
     def _check_hidden_states(self, hidden_states: torch.Tensor) -> None:
         if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
@@ -256,7 +256,8 @@ class NativeSparseAttention(nn.Module):
         k_swa = k_slc if self.config.shared_kv else self._rotate(k_swa, positions)
         hidden = nn.functional.silu(self.gate_in(hidden_states))
         gates = self._by_branch(torch.sigmoid(self.gate_out(hidden)), 3, self.num_heads)
-        g_cmp, g_slc, g_swa = (gate.squeeze(-1) for gate in gates)
+        # One copy lays the gates of a branch side by side, as kernels read them.
+        g_cmp, g_slc, g_swa = torch.stack(gates).squeeze(-1).unbind()
         if shut is not None:
             g_slc, g_swa = g_slc.masked_fill(shut, 0.0), g_swa.masked_fill(shut, 0.0)
         return q, [k_cmp, k_slc, k_swa], values, [g_cmp, g_slc, g_swa]

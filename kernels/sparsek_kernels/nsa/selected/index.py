@@ -22,7 +22,12 @@ from sparsek_kernels.nsa.selected.kernels.index import (
     nsa_index_merge_kernel,
     nsa_index_order_kernel,
 )
-from sparsek_kernels.nsa.selected.problem import ALIGNED, MAX_CHUNKS, SelectedProblem
+from sparsek_kernels.nsa.selected.problem import (
+    ALIGNED,
+    MAX_CHUNKS,
+    SelectedProblem,
+    key_dtype,
+)
 
 _BLOCK = 512
 
@@ -96,8 +101,8 @@ def sort_selection(
     Args:
         problem: whose ``block_indices`` are inverted.
         kept: ``problem.new_index()``, filled for :func:`merge_selection`.
-        keys: of all places in ``block_indices``, int32, where a kernel has written them.  Keys of
-            entries that the index leaves out come behind all others, in the same order; a place
+        keys: of all places in ``block_indices``, where a kernel has written them.  Keys of entries
+            that the index leaves out come behind all others, in the same order; a place
             without a block has the highest.
 
     Raises:
@@ -112,7 +117,7 @@ def sort_selection(
     num_keys = index.num_chunks * shape.num_kv_heads * num_blocks
     cu_seqlens = pointers(problem.q, problem.cu_seqlens)
     if keys is None:
-        keys = torch.empty(count, dtype=torch.int32, device=device)
+        keys = torch.empty(count, dtype=key_dtype(num_keys), device=device)
         run(
             nsa_index_keys_kernel, _grid(count),
             keys, problem.block_indices, *cu_seqlens,

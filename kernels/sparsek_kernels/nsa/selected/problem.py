@@ -20,6 +20,11 @@ MAX_CHUNKS = 32
 """Most chunks of ``index_rows`` that an index has room for: twice what the table asks for."""
 
 
+def key_dtype(num_keys: int) -> torch.dtype:
+    """The dtype of sort keys up to ``2 * num_keys``: half as wide takes half the passes to sort."""
+    return torch.int16 if 2 * num_keys < 1 << 15 else torch.int32
+
+
 @dataclass(frozen=True, eq=False)
 class SelectedProblem:
     """Checked inputs of one call, as ``selected_attention`` names them.

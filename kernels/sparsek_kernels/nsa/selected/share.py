@@ -10,7 +10,7 @@ from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import next_power_of_2
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.selected.kernels.share import nsa_share_blocks_kernel
-from sparsek_kernels.nsa.selected.problem import SelectedProblem
+from sparsek_kernels.nsa.selected.problem import SelectedProblem, key_dtype
 
 _MOST_ENTRIES = 128
 
@@ -19,7 +19,8 @@ _MOST_ENTRIES = 128
 class Shared:
     """What the tiles of the combining kernel share.
 
-    Tiles are numbered launch by launch, as many for each.  Tensors are int32.
+    Tiles are numbered launch by launch, as many for each.  Tensors are int32, keys of
+    ``key_dtype``.
     """
 
     keys: torch.Tensor  # [B * N * Hkv * S], of the inverse index, which leaves shared blocks out
@@ -59,11 +60,12 @@ def share_blocks(problem: SelectedProblem, tile: TileConfig, together: int) -> S
     num_blocks = problem.num_blocks
     num_keys = -(-rows // config.index_rows) * heads * num_blocks
 
-    def new(*sizes: int) -> torch.Tensor:
-        return torch.empty(sizes, dtype=torch.int32, device=device)
+    def new(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=device)
 
+    keys = new(rows * heads * top_n, dtype=key_dtype(num_keys))
     found = Shared(
-        new(rows * heads * top_n), new(rows, heads), new(tiles, heads, most), new(tiles, heads, 2),
+        keys, new(rows, heads), new(tiles, heads, most), new(tiles, heads, 2),
         launch_rows, launch_tiles,
     )  # fmt: skip
     run(
