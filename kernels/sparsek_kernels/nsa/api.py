@@ -413,7 +413,7 @@ def nsa_attention(
             fields, window_size, scale,
         )  # fmt: skip
     else:
-        out = ops.selected_gated(
+        out = (ops.selected_gated_directly if direct else ops.selected_gated)(
             out_cmp, out_swa, gates,
             query, k.detach(), v.detach(), block_indices, cu_seqlens, sel_block_size, scale,
         )  # fmt: skip

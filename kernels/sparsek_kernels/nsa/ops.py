@@ -219,22 +219,29 @@ selected_fwd, selected_bwd = attention_operators(
 # --- the gated sum ------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
+def selected_gated_directly(
+    out_cmp: torch.Tensor, out_swa: torch.Tensor, gates: Sequence[torch.Tensor], *inputs: Any
+) -> torch.Tensor:
+    """Gated sum ``[B, N, Hq, D]`` of the selected branch and two outputs; not differentiable."""
+
+    def compute() -> Tensors:
+        out = new_like(out_cmp)
+        _passes(out).selected_gated(SelectedProblem(*inputs), out, (out_cmp, out_swa), gates)
+        return (out,)
+
+    q, k, v, block_indices, cu_seqlens, *sizes = inputs
+    read = (out_cmp, out_swa, *gates, q, k, v, block_indices, cu_seqlens)
+    (out,) = _replayed(read, ("gated", *sizes), compute)
+    return out
+
+
+selected_gated = torch.library.custom_op(
     "sparsek::nsa_selected_gated",
+    selected_gated_directly,
     mutates_args=(),
     schema="(Tensor out_cmp, Tensor out_swa, Tensor[] gates, Tensor q, Tensor k, Tensor v, "
     f"{_SELECTED}) -> Tensor",
 )
-def selected_gated(
-    out_cmp: torch.Tensor, out_swa: torch.Tensor, gates: Sequence[torch.Tensor], *inputs: Any
-) -> torch.Tensor:
-    """Gated sum ``[B, N, Hq, D]`` of the selected branch and two outputs; not differentiable."""
-    out = new_like(out_cmp)
-    with torch.cuda.device_of(out):
-        _passes(out).selected_gated(SelectedProblem(*inputs), out, (out_cmp, out_swa), gates)
-    return out
-
-
 selected_gated.register_fake(lambda out_cmp, *_: new_like(out_cmp))
 
 
