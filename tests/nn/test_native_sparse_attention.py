@@ -316,6 +316,15 @@ def test_bad_module_arguments() -> None:
         NativeSparseAttention(25, 4, 2)
     with pytest.raises(ValueError, match="head_dim: expected an even size"):
         NativeSparseAttention(24, 4, 2, 7)
+    for sizes, name in (
+        ((24, 0, 1), "num_heads"),
+        ((24, -2, 1), "num_heads"),
+        ((0, 1, 1), "hidden"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.*: expected an integer >= 1"):
+            NativeSparseAttention(*sizes)
+    with pytest.raises(TypeError, match="config: expected an NSAConfig or None, got dict"):
+        NativeSparseAttention(24, 4, 2, config=SMALL)
     module = layer()
     with pytest.raises(ValueError, match="hidden_states: expected shape"):
         module(torch.zeros(3, 24, dtype=torch.float64))
