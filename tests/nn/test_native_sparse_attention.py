@@ -231,6 +231,18 @@ def test_compiled_layer() -> None:
     torch.testing.assert_close(found, module.k_proj.weight.grad)
 
 
+def test_a_compiled_layer_takes_texts_shorter_than_a_compressed_block() -> None:
+    """After longer ones, whose length inductor has made a symbol."""
+    module = layer(torch.float32)
+    compiled = torch.compile(module, fullgraph=True)
+    with torch.no_grad():
+        for count in (40, 57, 3):
+            x = tokens(count, dtype=torch.float32)
+            torch.testing.assert_close(compiled(x), module(x))
+            packed = {"cu_seqlens": torch.tensor([0, count - 1, count], dtype=torch.int32)}
+            torch.testing.assert_close(compiled(x, **packed), module(x, **packed))
+
+
 def test_autocast_trains_in_bf16() -> None:
     module = layer(torch.float32)
     x = tokens(40, dtype=torch.float32)
