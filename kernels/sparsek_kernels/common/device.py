@@ -65,6 +65,7 @@ def plain(x: torch.Tensor) -> bool:
     """Whether ``x`` is what it seems: no subclass, and nothing traces or transforms its calls."""
     return (
         type(x) is torch.Tensor
+        and not x.is_meta
         and not torch.compiler.is_compiling()
         and not dispatch_modes()
         and not transformed()
