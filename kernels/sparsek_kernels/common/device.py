@@ -53,6 +53,7 @@ def captures(device: torch.device) -> bool:
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -61,11 +62,11 @@ def transformed() -> bool:
     return _transforms() or forward_ad._current_level >= 0
 
 
-def plain(x: torch.Tensor) -> bool:
-    """Whether ``x`` is what it seems: no subclass, and nothing traces or transforms its calls."""
+def plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether these are what they seem: no subclasses, and nothing traces or transforms calls."""
     return (
-        type(x) is torch.Tensor
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and all(x is None or type(x) is torch.Tensor for x in tensors)
         and not dispatch_modes()
         and not transformed()
     )
