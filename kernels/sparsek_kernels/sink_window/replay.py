@@ -27,7 +27,7 @@ def replay_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Hashable
 ) -> Hashable | None:
     """The key of a call's launch, or ``None`` for a call that must be checked and analysed."""
-    if type(q) is not torch.Tensor or not q.is_cuda:
+    if not (type(q) is type(k) is type(v) is torch.Tensor and q.is_cuda):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
