@@ -63,10 +63,10 @@ def transformed() -> bool:
 
 
 def plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether these are what they seem: no subclasses, and nothing traces or transforms calls."""
+    """Whether these hold what they seem to, and nothing traces or transforms calls."""
     return (
         not torch.compiler.is_compiling()
-        and all(x is None or type(x) is torch.Tensor for x in tensors)
+        and all(x is None or (type(x) is torch.Tensor and not x.is_meta) for x in tensors)
         and not dispatch_modes()
         and not transformed()
     )

@@ -179,3 +179,11 @@ def test_second_derivatives_are_refused(
 
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         torch.autograd.functional.hvp(cubes, tuple(given), tuple(given))
+
+
+def test_shapes_follow_without_data() -> None:
+    leaves = [x.to("meta") for x in make_problem(TOKENS, dtype=torch.float32).leaves()]
+    k_cmp, v_cmp = nsa_compress(*leaves[1:3])
+    out = nsa_attention(*leaves, k_cmp=k_cmp, v_cmp=v_cmp)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert [x.shape for x in (out, *grads)] == [x.shape for x in (leaves[0], *leaves)]
