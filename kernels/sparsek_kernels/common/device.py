@@ -38,6 +38,9 @@ current_stream: Callable[[int], int] = getattr(
     lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
 
+REFUSALS = (TypeError, ValueError, AttributeError, SystemError)
+"""What replays raise where Triton's launchers, no public interface, do not take the arguments."""
+
 
 def on_device(
     values: Sequence[int] | torch.Tensor, dtype: torch.dtype, device: torch.device

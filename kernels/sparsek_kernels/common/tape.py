@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsek_kernels.common.device import (
+    REFUSALS,
     autocasts,
     current_device,
     current_stream,
@@ -242,8 +243,7 @@ def replayed(
     if found is not None:
         try:
             return found(given, device)
-        except (TypeError, ValueError, AttributeError, SystemError) as error:
-            # Triton's launchers are no public interface.
+        except REFUSALS as error:
             logger.warning("no replay, which costs host time: Triton's launcher says %s", error)
             _replays[key] = None
     if key not in _replays:
