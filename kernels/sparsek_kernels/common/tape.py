@@ -13,16 +13,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsek_kernels.common.device import current_device, current_stream, dispatch_modes
+from sparsek_kernels.common.device import (
+    REFUSALS,
+    autocasts,
+    current_device,
+    current_stream,
+    dispatch_modes,
+)
 from sparsek_kernels.common.recording import (
     Launch,
     Recording,
+    compiles,
     has_launch_hook,
     recording,
     storage_of,
@@ -105,7 +113,7 @@ class _Tape(TorchDispatchMode):
             return found
         storages = {storage_of(x) for x in args if isinstance(x, torch.Tensor)}
         in_place = any(id(x) in self._slots for x in results)
-        is_view = not in_place and storage_of(results[0]) in storages
+        is_view = not in_place and not storages.isdisjoint(map(storage_of, results))
         reads: set[int] = set()
         given = [self._slotted(x, reads) for x in args]
         options = {name: self._slotted(x, reads) for name, x in (kwargs or {}).items()}
@@ -210,7 +218,7 @@ def replayed(
     """
     device = current_device()
     different: dict[Hashable, torch.Tensor] = {}
-    kinds: list[Hashable] = [device, options]
+    kinds: list[Hashable] = [device, options, autocasts()]
     for x in tensors:
         if x is None:
             kinds.append(None)
@@ -222,7 +230,12 @@ def replayed(
         known = place in different
         kinds += (list(different).index(place),) if known else (*place[1:], address % 16)
         different.setdefault(place, x)
-    if dispatch_modes() or has_launch_hook() or torch.cuda.is_current_stream_capturing():
+    if (
+        dispatch_modes()
+        or has_launch_hook()
+        or compiles()
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return compute()
     key = tuple(kinds)
     given = [*different.values()]
@@ -230,16 +243,17 @@ def replayed(
     if found is not None:
         try:
             return found(given, device)
-        except (TypeError, ValueError, AttributeError, SystemError) as error:
-            # Triton's launchers are no public interface.
+        except REFUSALS as error:
             logger.warning("no replay, which costs host time: Triton's launcher says %s", error)
             _replays[key] = None
-    if key in _replays:
-        return compute()
-    if len(_replays) >= _MOST_TAPES:
-        _replays.clear()
-    results, _replays[key] = recorded(given, compute)
-    return results
+    if key not in _replays:
+        if len(_replays) >= _MOST_TAPES:
+            _replays.clear()
+        with suppress(torch.OutOfMemoryError):  # all scratch stays alive while it is recorded
+            results, _replays[key] = recorded(given, compute)
+            return results
+        _replays[key] = None
+    return compute()
 
 
 def recorded(

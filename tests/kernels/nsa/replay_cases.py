@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 from sparsek_kernels.common import tape
+from sparsek_kernels.common.recording import Launch
 from sparsek_kernels.nsa import launches, ops  # noqa: F401 - the launches' modules are patched
 from tests.kernels.spied import STREAM
 
@@ -86,6 +87,8 @@ def run(arch: int, packed: bool, shared_kv: bool, group: int) -> bool:
     first, second = by_turn
     good = any("hopper" in name for name in first) == (arch == 90)
     good = good and bool(first) and not second and len(replays) == 4 and all(replays.values())
+    actions = [step.action for replay in replays.values() if replay for step in replay.steps]
+    good = good and first <= {x.args[4] for x in actions if isinstance(x, Launch)}
     kind = f"{'packed' if packed else 'sequence'} {'shared' if shared_kv else 'own'} KV"
     case = f"sm{arch} {kind}, groups of {group}"
     print(f"{'ok  ' if good else 'FAIL'} {case:36} {len(first)} kernels, again {sorted(second)}")
