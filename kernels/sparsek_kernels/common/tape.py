@@ -2,9 +2,9 @@
 
 A pass of a sparse layer allocates some thirty tensors, runs a few torch operations and launches ten
 kernels.  From Python that takes longer than the kernels of a short sequence.  What it does follows
-from how its tensors lie, so the next pass of the same kind repeats it::
+from how its tensors lie, so the second pass of a kind is recorded, and later ones repeat it::
 
-    out, lse = replayed((q, k, v), options, compute)    # compute() is called once for each kind
+    out, lse = replayed((q, k, v), options, compute)    # compute() is called twice for each kind
 
 ``compute`` must not look at what tensors hold.  Its results are tensors that it allocated.
 """
@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -201,8 +201,9 @@ class _Replay:
         return tuple(tensors[x] for x in self._results)
 
 
-_replays: dict[Hashable, _Replay | None] = {}
-"""By kind of call; ``None`` for one that cannot be replayed."""
+_replays: dict[Hashable, _Replay | Literal[False] | None] = {}
+"""By kind of call; ``None`` for one that cannot be replayed, ``False`` for one that was seen once:
+a length that never comes again is not worth a recording."""
 
 
 def replayed(
@@ -239,20 +240,23 @@ def replayed(
         return compute()
     key = tuple(kinds)
     given = [*different.values()]
-    found = _replays.get(key)
-    if found is not None:
+    if key not in _replays:
+        if len(_replays) >= _MOST_TAPES:
+            _replays.clear()
+        _replays[key] = False
+        return compute()
+    found = _replays[key]
+    if found:
         try:
             return found(given, device)
         except REFUSALS as error:
             logger.warning("no replay, which costs host time: Triton's launcher says %s", error)
             _replays[key] = None
-    if key not in _replays:
-        if len(_replays) >= _MOST_TAPES:
-            _replays.clear()
+    if found is False:
+        _replays[key] = None
         with suppress(torch.OutOfMemoryError):  # all scratch stays alive while it is recorded
             results, _replays[key] = recorded(given, compute)
             return results
-        _replays[key] = None
     return compute()
 
 
