@@ -44,11 +44,13 @@ def served_model(vllm_config: Any) -> Any:
 
 
 def first_layer(vllm_config: Any) -> int:
-    """Return the index of a model's first layer; a draft's count on from the served model's."""
-    model = served_model(vllm_config)
-    if model is vllm_config.model_config:
+    """Return the index of a model's first layer; a draft's count on from the served model's.
+
+    The language model inside a multimodal one is built with a copy of its configuration.
+    """
+    if vllm_config.model_config.runner_type != "draft":
         return 0
-    return int(getattr(model.hf_text_config, "num_hidden_layers", 0))
+    return int(getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0))
 
 
 def lacking_tokens(vllm_config: Any, layer: int) -> int:
