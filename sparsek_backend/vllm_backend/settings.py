@@ -29,8 +29,8 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
     return resolve_config(
         read_section(vllm_config.additional_config),
         os.environ,
-        _model_section(model, "sparse_config"),
-        _model_section(model, "nsa"),
+        model_section(model, "sparse_config"),
+        model_section(model, "nsa"),
         is_batch_invariant(),
         getattr(model, "model", None),
     )
@@ -156,7 +156,7 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
         )
 
 
-def _model_section(model_config: Any, section_name: str) -> object:
+def model_section(model_config: Any, section_name: str) -> object:
     """Return a section of the model's own config, or ``None``."""
     for name in ("hf_text_config", "hf_config"):
         section = getattr(getattr(model_config, name, None), section_name, None)

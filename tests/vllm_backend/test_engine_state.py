@@ -122,6 +122,26 @@ def test_layers_of_a_draft_count_where_they_attend(
     assert [step.context for step in found] == [((4 if shared else 2) * every, 0), (2 * every, 0)]
 
 
+def test_a_group_that_is_completed_later_asks_for_prompts_by_all_of_its_layers(
+    tmp_path: Any,
+) -> None:
+    """As a draft's, whose first layer may attend everything."""
+    from sparsek_backend.vllm_backend.engine import engine_of
+    from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
+
+    settings = {**SETTINGS, "dense_layers": [0]}
+    with building(make_config(tmp_path, additional_config={"sparsek": settings})) as config:
+        layers = [make_layer(index) for index in range(2)]
+        spec, device = make_spec(layers[0], config), torch.device("cpu")
+        names = [layer.layer_name for layer in layers]
+        own = names[:1]
+        drafts = SparseKMetadataBuilder(spec, own, config, device)
+        SparseKMetadataBuilder(spec, names, config, device)
+        own.append(names[1])
+        engine_of(config).prompt_lengths = [100]
+        assert drafts.build(0, make_step([90], [90], 4)).batch.prompt_left_host == (10,)
+
+
 @pytest.mark.engine
 @requires_cpu_vllm
 @pytest.mark.parametrize("mode", ["pattern", "infllm", "seer"])
