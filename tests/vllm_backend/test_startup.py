@@ -361,7 +361,7 @@ def _write_config(folder: Path, config: dict[str, Any]) -> Path:
 def test_odd_head_size_is_refused(llama: Path, tmp_path: Path) -> None:
     config = json.loads(llama.joinpath("config.json").read_text(encoding="utf-8"))
     _write_config(tmp_path, {**config, "head_dim": 20})
-    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*head_size.*remedy"):
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*head_size.*, got 20 \(remedy"):
         configure(tmp_path, skip_tokenizer_init=True)
 
 
