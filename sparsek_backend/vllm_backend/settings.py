@@ -29,8 +29,8 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
     return resolve_config(
         read_section(vllm_config.additional_config),
         os.environ,
-        _model_section(model, "sparse_config"),
-        _model_section(model, "nsa"),
+        model_section(model, "sparse_config"),
+        model_section(model, "nsa"),
         is_batch_invariant(),
         getattr(model, "model", None),
     )
@@ -44,11 +44,13 @@ def served_model(vllm_config: Any) -> Any:
 
 
 def first_layer(vllm_config: Any) -> int:
-    """Return the index of a model's first layer; a draft's count on from the served model's."""
-    model = served_model(vllm_config)
-    if model is vllm_config.model_config:
+    """Return the index of a model's first layer; a draft's count on from the served model's.
+
+    The language model inside a multimodal one is built with a copy of its configuration.
+    """
+    if vllm_config.model_config.runner_type != "draft":
         return 0
-    return int(getattr(model.hf_text_config, "num_hidden_layers", 0))
+    return int(getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0))
 
 
 def lacking_tokens(vllm_config: Any, layer: int) -> int:
@@ -154,7 +156,7 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
         )
 
 
-def _model_section(model_config: Any, section_name: str) -> object:
+def model_section(model_config: Any, section_name: str) -> object:
     """Return a section of the model's own config, or ``None``."""
     for name in ("hf_text_config", "hf_config"):
         section = getattr(getattr(model_config, name, None), section_name, None)

@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -24,6 +27,7 @@ from . import compat
 from .engine import engine_of
 from .keys import Keys
 from .metrics import EngineMetrics
+from .settings import lacking_tokens
 from .stats import STATS
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -136,6 +140,12 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         self.engine = engine = engine_of(vllm_config)
         if not compat.shares_steps_with_drafts(vllm_config):
             engine.groups.append(layer_names)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self.indices = {
+            name: x.impl.first_layer + extract_layer_index(name) for name, x in layers.items()
+        }
+        # of steps of a draft alone
+        self.lacking = lacking_tokens(vllm_config, min(self.indices.values(), default=0))
         if self.on_host:
             build.library()  # built before the first request
         self.metrics = None
