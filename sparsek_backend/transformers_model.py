@@ -113,7 +113,7 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         past_key_values: NSALlamaCache | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool = False,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | torch.Tensor = 0,
         compressed_only: torch.Tensor | None = None,
         return_dict: bool | None = None,
         **of_loss: Any,
@@ -128,7 +128,7 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
                 ``cache`` is its name from Transformers 5.24 on.
             labels: ``[B, N]`` tokens, -100 for those without a loss; shifted here.
             use_cache: start a cache where there is none.
-            logits_to_keep: last tokens whose logits are returned; 0 for all.
+            logits_to_keep: last tokens whose logits are returned, 0 for all; or their places.
             compressed_only: ``[B]`` bool: see :class:`sparsek_backend.nn.NativeSparseAttention`.
             return_dict: ``False`` for a tuple.
             of_loss: what the loss function takes, such as ``num_items_in_batch``.
@@ -162,9 +162,9 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         caches = None if past_key_values is None else past_key_values.layers
         if past_key_values is not None:
             past_key_values.reserve(input_ids.shape[1])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         with unchanged_on_error(caches or ()):
-            states = self.model(input_ids, caches, compressed_only)
-            logits = self.lm_head(states[:, -logits_to_keep:] if logits_to_keep else states)
+            logits = self.lm_head(self.model(input_ids, caches, compressed_only)[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **of_loss)

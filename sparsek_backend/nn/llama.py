@@ -54,7 +54,7 @@ class NSALlamaConfig:
         nsa: settings of the attention.
 
     Raises:
-        TypeError: a size that is no integer.
+        TypeError: a field of a wrong type.
         ValueError: a size below 1, or fewer than 0 layers; 0 are embedding and head alone.
     """
 
@@ -72,10 +72,13 @@ class NSALlamaConfig:
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
     def __post_init__(self) -> None:
+        kinds: dict[Any, Any] = {"bool": bool, "float": int | float, "NSAConfig": NSAConfig}
         for item in fields(self):
+            value = getattr(self, item.name)
             if item.type == "int":
-                least = 0 if item.name == "num_hidden_layers" else 1
-                check_int(item.name, getattr(self, item.name), least)
+                check_int(item.name, value, 0 if item.name == "num_hidden_layers" else 1)
+            elif not isinstance(value, kinds[item.type]):
+                raise TypeError(f"{item.name}: expected {item.type}, got {type(value).__name__}")
 
     def to_dict(self) -> dict[str, Any]:
         """``config.json`` of a checkpoint."""
@@ -317,7 +320,7 @@ class NSALlamaForCausalLM(nn.Module):
                 )
                 dtype = str(self.lm_head.weight.dtype).removeprefix("torch.")
                 values = json.dumps({**self.config.to_dict(), "dtype": dtype}, indent=2)
-                (folder / "config.json").write_text(values + "\n", encoding="utf-8")
+                write_whole(folder / "config.json", lambda beside: beside.write_text(values + "\n"))
         finally:
             if sharded:
                 dist.barrier()

@@ -17,6 +17,7 @@ from sparsek_backend.nn.compression import CompressionMLP
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import nsa_attention, nsa_compress
+from sparsek_kernels.checks import check_int
 from sparsek_kernels.nsa.checks import check_sequences
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
@@ -48,7 +49,9 @@ class NativeSparseAttention(nn.Module):
         dtype: their dtype.
 
     Raises:
-        ValueError: sizes that do not fit together; the message names the argument.
+        TypeError: an argument of a wrong type.
+        ValueError: a size below 1, or sizes that do not fit together; the message names the
+            argument.
 
     Source:
         arXiv 2502.11089.
@@ -68,7 +71,12 @@ class NativeSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in {**sizes, "head_dim": 1 if head_dim is None else head_dim}.items():
+            check_int(name, size, 1)
+        if not isinstance(config, NSAConfig | None):
+            raise TypeError(f"config: expected an NSAConfig or None, got {type(config).__name__}")
+        if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}"
             )

@@ -14,14 +14,16 @@ from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions, LearnedPattern
 from sparsek_backend.patterns.training.pruning import Pruning
 from sparsek_backend.transformers_op.keywords import as_autocast, check_keywords
+from sparsek_backend.transformers_op.layers import attention_layers
 from sparsek_backend.transformers_op.mask import LazyMask, sparsek_mask
+from sparsek_backend.transformers_op.policy import text_config
 from sparsek_backend.transformers_op.visibility import Visibility
 from sparsek_kernels import block_sparse_attention
 
 # Transformers is there: the import above says so, or how to install it.
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # isort: skip
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # isort: skip
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # isort: skip
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel  # isort: skip
 
 _NAME = "sparsek_patterns"
 _UNSERVED = {
@@ -140,6 +142,9 @@ def learned_patterns(
 
     Returns:
         By layer index, on the model's device; train inside ``attend_patterns(model, patterns)``.
+
+    Raises:
+        NotImplementedError: the model has no layer that calls Transformers' attention functions.
     """
     config = model.config.get_text_config()
     num_heads = config.num_attention_heads
@@ -149,8 +154,26 @@ def learned_patterns(
             num_heads, kv_heads, num_tokens, block_size,
             heads=heads, importance=importance, gates=gates,
         ).to(model.device)
-        for layer in range(config.num_hidden_layers)
+        for layer in layers_by_index(model)
     }  # fmt: skip
+
+
+def layers_by_index(model: Any) -> dict[int, list[torch.nn.Module]]:
+    """The layers of a model's text part that call an attention function, in ascending order.
+
+    Raises:
+        NotImplementedError: there are none, so that nothing would attend a pattern.
+    """
+    found: dict[int, list[torch.nn.Module]] = {}
+    for layer in attention_layers(model, text_config(model.config)).values():
+        if hasattr(layer, "layer_idx"):
+            found.setdefault(cast(int, layer.layer_idx), []).append(layer)
+    if not found:
+        raise NotImplementedError(
+            f"model: {type(model).__name__} has no numbered layer that calls an attention function "
+            "of Transformers, so patterns have no effect on it"
+        )
+    return dict(sorted(found.items()))
 
 
 def observe_model(
@@ -181,11 +204,11 @@ def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
 
     Raises:
         NotImplementedError: a layer that is not plain causal attention over whole sequences (as
-            above), or attention dropout.
+            above), or attention dropout; no layer that calls Transformers' attention functions.
         ValueError: patterns of layers that the model lacks, or, where it runs, a pattern that does
             not fit the sequence or the heads.
     """
-    layers = {m.layer_idx for m in model.modules() if hasattr(m, "layer_idx")}
+    layers = layers_by_index(model)
     others = [layer for layer in patterns if layer not in layers]
     if others:
         raise ValueError(f"patterns: expected indices of the model's layers, got {others}")
@@ -195,15 +218,17 @@ def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
 
 @contextmanager
 def _attending(model: Any, active: _Observed | Patterns) -> Iterator[None]:
-    before = model.config._attn_implementation
-    layers = [m for m in model.modules() if hasattr(m, "layer_idx")]
+    config = text_config(model.config)
+    parts = (m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config)
+    part, before = next(parts, model), config._attn_implementation
+    layers = [layer for found in layers_by_index(model).values() for layer in found]
     outer = {layer: _active[layer] for layer in layers if layer in _active}
     _active.update(dict.fromkeys(layers, active))
-    model.set_attn_implementation(_NAME)
+    part.set_attn_implementation(_NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        part.set_attn_implementation(before)
         for layer in layers:
             del _active[layer]
         _active.update(outer)

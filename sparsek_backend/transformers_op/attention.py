@@ -83,6 +83,11 @@ def sparsek_attention(
         )
     mask = _checked_mask(q, k, attention_mask, bool(causal), sliding_window)
     packing = None
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        name = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
+        raise ValueError(
+            f"{name}: expected offsets of packed texts beside the other ones, got None"
+        )
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         mask, packing = _within_texts(q, k, mask, cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist())
     options: dict[str, Any] = {
@@ -154,7 +159,8 @@ def _within_texts(
     """The mask within packed texts: with the texts' offsets apart, or the offsets in the mask."""
     for name, starts, x in (("q", starts_q, q), ("k", starts_k, k)):
         total = x.shape[0] * x.shape[1]
-        if len(starts) != len(starts_q) or starts[0] != 0 or starts[-1] != total:
+        ends = starts[:1] == [0] and starts[-1] == total
+        if len(starts) != len(starts_q) or not ends or starts != sorted(starts):
             raise ValueError(
                 f"cu_seq_lens_{name}: expected {len(starts_q)} offsets from 0 to the token count "
                 f"{total}, got {starts}"

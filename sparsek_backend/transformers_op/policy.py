@@ -11,7 +11,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sparsek_backend.config import ConfigError, SparsityConfig, resolve_config
+from sparsek_backend.config import (
+    ConfigError,
+    ResolvedConfig,
+    SparsityConfig,
+    check_dense_layers,
+    describe_idle_settings,
+    resolve_config,
+)
 from sparsek_backend.transformers_op.layers import NAME, attention_layers, ignored_because
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
@@ -20,7 +27,12 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 logger = logging.getLogger(__name__)
 
 _FIELD = "sparsek"
-_SERVED_BY_VLLM = (("mode", "pattern"), ("mode", "seer"), ("sparse_phase", "prefill"))
+_SERVED_BY_VLLM = (
+    ("mode", "pattern"),
+    ("mode", "seer"),
+    ("sparse_phase", "prefill"),
+    ("time_selection", True),
+)
 """Values of settings that nothing here would heed."""
 
 Selection: TypeAlias = tuple[StepPolicy, Indexers | None]
@@ -39,13 +51,15 @@ def configure(model: torch.nn.Module, **settings: Any) -> SparsityConfig:
     Args:
         model: a Transformers model.
         settings: fields of :class:`sparsek_backend.config.SparsityConfig`; without any, the stored
-            settings are cleared.  Layers that do not heed them are logged.
+            settings are cleared.  Layers that do not heed them are logged, and settings that
+            others leave without effect.
 
     Returns:
         The merged settings.
 
     Raises:
-        ConfigError: unknown field, invalid value, or settings that contradict each other.
+        ConfigError: unknown field, invalid value, layers that the model lacks, or settings that
+            contradict each other.
         NotImplementedError: no layer would heed the settings; the message says why.
         TypeError: ``model`` has no Transformers configuration.
         ValueError: the model has another ``attn_implementation``.
@@ -53,13 +67,16 @@ def configure(model: torch.nn.Module, **settings: Any) -> SparsityConfig:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "_attn_implementation"):
         raise TypeError(f"model: expected a Transformers model, got {type(model).__name__}")
-    resolved = _resolve(settings, config)
+    resolved = _resolve(settings, text_config(config))
     if settings:
-        _check_heeded(model, resolved)
+        _check_heeded(model, resolved.config)
+        check_dense_layers(resolved, config.get_text_config(decoder=True).num_hidden_layers)
+    for line in describe_idle_settings(resolved):
+        logger.warning(line)
     setattr(text_config(config), _FIELD, dict(settings))
     for layer in model.modules():  # variables count that were set since
         _selections.pop(layer, None)
-    return resolved
+    return resolved.config
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, str | None]:
@@ -108,7 +125,7 @@ def text_config(config: Any) -> Any:
     return config if type(found) is type(config) else found  # a copy, of an encoder and decoder
 
 
-def _resolve(settings: Mapping[str, Any] | None, config: Any) -> SparsityConfig:
+def _resolve(settings: Mapping[str, Any] | None, config: Any) -> ResolvedConfig:
     own = getattr(config, "sparse_config", None)
     resolved = resolve_config(settings or None, os.environ, own, source="configure()")
     for name, value in _SERVED_BY_VLLM:
@@ -123,12 +140,12 @@ def _resolve(settings: Mapping[str, Any] | None, config: Any) -> SparsityConfig:
             "queries and keys without positions, which Transformers does not hand over; remedy: "
             "mode block_topk, or serve in vLLM"
         )
-    return resolved.config
+    return resolved
 
 
 def settings_of(config: Any) -> SparsityConfig:
     """Merge the settings stored in a model's configuration with the other sources."""
-    return _resolve(getattr(config, _FIELD, None), config)
+    return _resolve(getattr(config, _FIELD, None), config).config
 
 
 def selection_of(module: torch.nn.Module, sliding_window: int | None) -> Selection:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsek_backend.config import DEFAULTS, ResolvedConfig, SparsityConfig
-from sparsek_backend.infllm import MODEL_CONFIG, InfLLMSelection
+from sparsek_backend.config import SparsityConfig
+from sparsek_backend.infllm import InfLLMSelection
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import (
     CELL,
@@ -123,25 +123,6 @@ def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> 
         f"SPARSEK follows the model's sparse_config (InfLLM-v2): {model.init_blocks} initial, "
         f"{model.local_blocks} + 1 local, {model.total_blocks} blocks of {model.block_size} in "
         f"all. Here {chosen}; the model was trained with {scored}, per query"
-    )
-
-
-def describe_idle_budget(resolved: ResolvedConfig) -> str | None:
-    """Return the log line of a budget that the user set and nothing selects by, if there is one."""
-    config, sources = resolved.config, resolved.sources
-    idle, only, cause = "top_k", "decode_tokens", "query_tile"
-    if config.sparse_phase == "decode":
-        cause = "sparse_phase"
-    elif config.query_tile > 1:
-        idle, only, cause = only, idle, "sparse_phase"
-        if config.sparse_phase == "both":
-            return None
-    if sources[idle] in (DEFAULTS, MODEL_CONFIG):
-        return None
-    return (
-        f"SPARSEK setting {idle} (from {sources[idle]}) has no effect with {cause} "
-        f"{getattr(config, cause)} (from {sources[cause]}), which leaves one budget: {only}, "
-        f"{getattr(config, only)} (from {sources[only]}); remedy: set {only} instead"
     )
 
 

@@ -11,7 +11,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
-from sparsek_backend.config import DEFAULTS, ConfigError, ResolvedConfig
+from sparsek_backend.config import (
+    DEFAULTS,
+    ConfigError,
+    ResolvedConfig,
+    check_dense_layers,
+    describe_idle_settings,
+)
 from sparsek_backend.infllm import MODEL_CONFIG
 from sparsek_backend.models import verify_model
 from sparsek_kernels.paged.policy import CELL
@@ -20,7 +26,6 @@ from sparsek_kernels.paged.sample import CELL_BITS
 from . import compat
 from .gates import open_gates
 from .names import NSA_ARCHITECTURE
-from .report import describe_idle_budget
 from .settings import (
     check_page_size,
     engine_config,
@@ -63,7 +68,7 @@ def check_engine(vllm_config: Any) -> None:
                 "remedy: another draft model"
             )
     resolved = engine_config(vllm_config)
-    if line := describe_idle_budget(resolved):
+    for line in describe_idle_settings(resolved):
         logger.warning_once(line)
     if model is None:
         return
@@ -286,15 +291,7 @@ def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
     configs = list({id(x.hf_text_config): x.hf_text_config for x in models if x}.values())
     if not all(hasattr(config, "num_hidden_layers") for config in configs):
         return
-    count = sum(config.num_hidden_layers for config in configs)
-    layers = resolved.config.dense_layers
-    needed = layers if isinstance(layers, int) else max(layers, default=-1) + 1
-    if needed > count:
-        raise ConfigError(
-            f"SPARSEK setting dense_layers (from {resolved.sources['dense_layers']}): expected "
-            f"layers of the model, which has {count}, counted from 0, got "
-            f"{layers if isinstance(layers, int) else list(layers)}; remedy: correct or remove it"
-        )
+    check_dense_layers(resolved, sum(config.num_hidden_layers for config in configs))
 
 
 def _check_pattern(model: Any, resolved: ResolvedConfig) -> None:

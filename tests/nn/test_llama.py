@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +139,8 @@ def test_a_damaged_or_missing_file(tmp_path: Path) -> None:
         ("[]", ValueError, "config.json: expected an object, got list"),
         ('"nsa": null', TypeError, "nsa: expected a section of fields, got NoneType"),
         ('"hidden_size": "x"', TypeError, "hidden_size: expected an int, got str"),
+        ('"tie_word_embeddings": "no"', TypeError, "tie_word_embeddings: expected bool, got str"),
+        ('"rms_norm_eps": "1e-5"', TypeError, "rms_norm_eps: expected float, got str"),
         ('"vocab_size": 0', ValueError, "vocab_size: expected an integer >= 1, got 0"),
     ],
 )
@@ -158,6 +162,12 @@ def test_who_reads_the_config_reads_the_weights(tmp_path: Path) -> None:
     assert config.stat().st_mode == weights.stat().st_mode
 
 
+@pytest.mark.parametrize("section", [None, {}], ids=str)
+def test_a_section_that_no_checkpoint_could_have_is_refused(section: Any) -> None:
+    with pytest.raises(TypeError, match="nsa: expected NSAConfig, got "):
+        replace(make().config, nsa=section)
+
+
 def test_an_interrupted_save_leaves_the_weights_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +182,22 @@ def test_an_interrupted_save_leaves_the_weights_before_it(
     with pytest.raises(KeyboardInterrupt):
         make().save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == whole
+
+
+def test_an_interrupted_save_leaves_the_config_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make().save_pretrained(tmp_path)
+    whole = (tmp_path / "config.json").read_bytes()
+
+    def stops(path: Path, *_: object, **__: object) -> None:
+        path.write_bytes(b"{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stops)
+    with pytest.raises(KeyboardInterrupt):
+        make().save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == whole
 
 
 def test_recomputed_layers_give_the_same_gradients() -> None:

@@ -231,6 +231,18 @@ def test_compiled_layer() -> None:
     torch.testing.assert_close(found, module.k_proj.weight.grad)
 
 
+def test_a_compiled_layer_takes_texts_shorter_than_a_compressed_block() -> None:
+    """After longer ones, whose length inductor has made a symbol."""
+    module = layer(torch.float32)
+    compiled = torch.compile(module, fullgraph=True)
+    with torch.no_grad():
+        for count in (40, 57, 3):
+            x = tokens(count, dtype=torch.float32)
+            torch.testing.assert_close(compiled(x), module(x))
+            packed = {"cu_seqlens": torch.tensor([0, count - 1, count], dtype=torch.int32)}
+            torch.testing.assert_close(compiled(x, **packed), module(x, **packed))
+
+
 def test_autocast_trains_in_bf16() -> None:
     module = layer(torch.float32)
     x = tokens(40, dtype=torch.float32)
@@ -316,6 +328,15 @@ def test_bad_module_arguments() -> None:
         NativeSparseAttention(25, 4, 2)
     with pytest.raises(ValueError, match="head_dim: expected an even size"):
         NativeSparseAttention(24, 4, 2, 7)
+    for sizes, name in (
+        ((24, 0, 1), "num_heads"),
+        ((24, -2, 1), "num_heads"),
+        ((0, 1, 1), "hidden"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.*: expected an integer >= 1"):
+            NativeSparseAttention(*sizes)
+    with pytest.raises(TypeError, match="config: expected an NSAConfig or None, got dict"):
+        NativeSparseAttention(24, 4, 2, config=SMALL)
     module = layer()
     with pytest.raises(ValueError, match="hidden_states: expected shape"):
         module(torch.zeros(3, 24, dtype=torch.float64))

@@ -155,6 +155,9 @@ def test_padding_behind_tokens_alone() -> None:
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, 25:] = 0
     found = model(tokens, attention_mask=mask).logits
+    places = torch.tensor([3, 29])
+    assert torch.equal(model(tokens, mask, logits_to_keep=places).logits, found[:, places])
+    assert torch.equal(model(tokens, mask, logits_to_keep=2).logits, found[:, -2:])
     assert torch.equal(found[1, :25], model(tokens).logits[1, :25])
     with pytest.raises(NotImplementedError, match="attention_mask: native sparse attention takes"):
         model(tokens, attention_mask=mask.flip(1))

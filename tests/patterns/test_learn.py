@@ -213,6 +213,41 @@ def test_a_model_trains_through_its_patterns() -> None:
     torch.testing.assert_close(grads[1], grads[0], atol=1e-6, rtol=1e-4)
 
 
+def test_the_other_parts_of_a_larger_model_attend_as_they_did() -> None:
+    """An image goes through the vision encoder, whose layers have no pattern."""
+    architectures = pytest.importorskip("tests.transformers_op.architectures")
+    model = architectures.make("llava", {"text_config": "eager", "vision_config": "sdpa"}).eval()
+    side = model.config.vision_config.image_size // model.config.vision_config.patch_size
+    image = {"pixel_values": torch.randn(1, 3, 32, 32), "use_cache": False}
+    ids = torch.full((1, side**2 + 16), 5)
+    ids[0, : side**2] = model.config.image_token_id
+    everything = BlockSparsePattern.from_mask(torch.ones(2, 2).bool(), 16)
+    with torch.no_grad():
+        dense = model(ids, **image).logits
+        with attend_patterns(model, {0: everything}):
+            torch.testing.assert_close(model(ids, **image).logits, dense, atol=1e-4, rtol=1e-4)
+    parts = model.config.text_config, model.config.vision_config
+    assert [x._attn_implementation for x in parts] == ["eager", "sdpa"]
+
+
+def test_layers_without_attention_have_no_pattern() -> None:
+    architectures = pytest.importorskip("tests.transformers_op.architectures")
+    model, ids = architectures.make("bamba", "sdpa"), torch.full((1, 64), 5)
+    learned = learn_model_patterns(model, [ids], block_size=16, sparsity=0.2)
+    assert list(learned.patterns) == [1]
+    refused = pytest.raises(ValueError, match=r"indices of the model's layers, got \[0\]")
+    with refused, attend_patterns(model, {0: learned.patterns[1]}):
+        pass
+
+
+def test_models_that_call_no_attention_function_are_refused() -> None:
+    architectures = pytest.importorskip("tests.transformers_op.architectures")
+    model = architectures.make("bloom", "eager")
+    refused = pytest.raises(NotImplementedError, match="BloomForCausalLM has no numbered layer")
+    with refused, attend_patterns(model, {0: BlockSparsePattern.local((4, 4), 16, window=1)}):
+        pass
+
+
 ((Q, K, V),) = samples(count=1)
 REFUSED: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("samples: expected some of the same queries, keys, heads and KV heads, got", [], {}),

@@ -68,6 +68,36 @@ def test_layers_that_ignore_settings_are_logged(caplog: pytest.LogCaptureFixture
     assert "a sliding window (1)" in message
 
 
+def test_settings_that_others_leave_idle_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(attn_implementation="sparsek")
+    sparsek.configure(model, top_k=8)
+    assert not caplog.messages
+    sparsek.configure(model, top_k=8, dense_last=9, sparse_phase="decode")
+    for name, line in zip(("top_k", "dense_last"), caplog.messages, strict=True):
+        assert line.startswith(f"SPARSEK setting {name} (from configure()) has no effect with ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"dense_layers": [0, 2]},
+            r"dense_layers .* which has 2, .* got \[0, 2\]",
+        ),
+        (
+            {"time_selection": True},
+            r"time_selection \(from configure.*served in vLLM",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_nothing_can_heed_are_refused(settings: dict[str, Any], said: str) -> None:
+    model = make_model(attn_implementation="sparsek")
+    with pytest.raises(sparsek.policy.ConfigError, match=said):
+        sparsek.configure(model, **settings)
+    assert not hasattr(model.config, "sparsek")
+
+
 @pytest.mark.parametrize("name", ["m2m_100", "zamba2"])
 def test_settings_reach_the_layers(name: str) -> None:
     """Of an encoder and decoder in one configuration, and of layers that share their attention."""

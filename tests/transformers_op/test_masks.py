@@ -375,9 +375,16 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     q = torch.randn(2, 6, 10, 16)
     with pytest.raises(ValueError, match="attention_mask: expected a shape that broadcasts"):
         sparsek.sparsek_attention(layer, q, q, q, torch.ones(2, 1, 9, 10, dtype=torch.bool))
-    starts = torch.tensor([0, 7])
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected 2 offsets from 0 to .* 20"):
-        sparsek.sparsek_attention(layer, q, q, q, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+    for offsets in ([0, 7], [0, 9, 5, 20], []):
+        starts = torch.tensor(offsets)
+        both = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected . offsets from 0 to .* 20"):
+            sparsek.sparsek_attention(layer, q, q, q, None, **both)
+    for name, other in (("cu_seq_lens_q", "cu_seq_lens_k"), ("cu_seq_lens_k", "cu_seq_lens_q")):
+        with pytest.raises(
+            ValueError, match=f"{name}: expected offsets of packed texts .*, got None"
+        ):
+            sparsek.sparsek_attention(layer, q, q, q, None, **{other: torch.tensor([0, 20])})
 
 
 def test_a_mask_that_hides_nothing_fits_keys_of_any_number() -> None:

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_backend.config import resolve_config
+from sparsek_backend.config import describe_idle_settings, resolve_config
 from sparsek_backend.vllm_backend.accounting import Accounting, query_positions
 from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_backend.vllm_backend.report import (
-    describe_idle_budget,
     describe_layers,
     describe_model_selection,
     format_ranges,
@@ -156,8 +155,7 @@ def test_the_line_of_a_budget_that_nothing_selects_by(
 ) -> None:
     budgets = {"top_k": 8, "decode_tokens": 512}
     resolved = resolve_config({**settings, **budgets}, {})
-    line = describe_idle_budget(resolved)
-    assert line is not None
+    (line,) = describe_idle_settings(resolved)
     assert line.startswith(f"SPARSEK setting {idle} (from --additional-config ")
     assert f"has no effect with {cause} (from " in line
     assert f"leaves one budget: {only}" in line
@@ -166,18 +164,25 @@ def test_the_line_of_a_budget_that_nothing_selects_by(
     budgets[idle] = 4
     assert resolve_config({**settings, **budgets}, {}).config.policy_for(0) == policy
     del budgets[idle]
-    assert describe_idle_budget(resolve_config({**settings, **budgets}, {})) is None
-    assert describe_idle_budget(resolve_config(settings, {}, {"topk": 9})) is None
+    assert describe_idle_settings(resolve_config({**settings, **budgets}, {})) == []
+    assert describe_idle_settings(resolve_config(settings, {}, {"topk": 9})) == []
 
 
 def test_both_budgets_are_selected_by_or_said_to_be_idle() -> None:
     budgets = {"top_k": 8, "decode_tokens": 512}
-    assert describe_idle_budget(resolve_config(budgets, {})) is None
-    assert describe_idle_budget(resolve_config(None, {"SPARSEK_MODE": "dense"})) is None
-    line = describe_idle_budget(resolve_config(None, {"SPARSEK_TOP_K": "8"}, None, None, True))
-    assert line is not None
+    assert describe_idle_settings(resolve_config(budgets, {})) == []
+    assert describe_idle_settings(resolve_config(None, {"SPARSEK_MODE": "dense"})) == []
+    (line,) = describe_idle_settings(resolve_config(None, {"SPARSEK_TOP_K": "8"}, None, None, True))
     assert line.startswith("SPARSEK setting top_k (from SPARSEK_TOP_K) has no effect")
     assert "query_tile 1 (from VLLM_BATCH_INVARIANT)" in line
+
+
+def test_a_dense_end_that_no_prompt_has_is_said_to_be_idle() -> None:
+    for cause in ({"query_tile": 1}, {"sparse_phase": "decode"}):
+        (line,) = describe_idle_settings(resolve_config({**cause, "dense_last": 64}, {}))
+        assert line.startswith("SPARSEK setting dense_last (from --additional-config ")
+        assert line.endswith("; remedy: remove it")
+        assert describe_idle_settings(resolve_config({**cause, "dense_last": 0}, {})) == []
 
 
 def test_ranges_of_layers() -> None:

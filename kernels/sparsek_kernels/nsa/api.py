@@ -102,12 +102,13 @@ def _check_compressed(
     spec: NSASpec,
     seq_len: int | None,
     cu_seqlens: torch.Tensor | None,
+    heads: int | str = "Hkv",
 ) -> int:
     """Check compressed tensors against the sequence length that they come from; return it."""
     length = q.shape[1] if seq_len is None else seq_len
     check_lengths(q, length, cu_seqlens)
     rows = compressed_rows(cu_seqlens, length, spec.cmp_block_size, spec.cmp_stride)
-    check_pair(k_cmp, v_cmp, q, "_cmp", rows)
+    check_pair(k_cmp, v_cmp, q, "_cmp", rows, heads)
     return length
 
 
@@ -369,7 +370,7 @@ def nsa_attention(
             f"block_indices, got {length}"
         )
     if k_cmp is not None and v_cmp is not None:
-        _check_compressed(q, k_cmp, v_cmp, spec, length, cu_seqlens)
+        _check_compressed(q, k_cmp, v_cmp, spec, length, cu_seqlens, k.shape[2])
     scale = check_scale(softmax_scale, q.shape[3])
     fields = spec.as_list()
     if block_indices is not None:
@@ -379,7 +380,7 @@ def nsa_attention(
     check_int("window_size", window_size, 1)
     k_swa = k if k_swa is None else k_swa
     v_swa = v if v_swa is None else v_swa
-    check_pair(k_swa, v_swa, q, "_swa")
+    check_pair(k_swa, v_swa, q, "_swa", heads=k.shape[2])
     packed, tokens = cu_seqlens is not None, k_swa.shape[1]
     if tokens < q.shape[1] or (packed and tokens > q.shape[1]):
         raise ValueError(

@@ -17,14 +17,19 @@ def check_sequences(cu_seqlens: torch.Tensor, total: int, device: torch.device) 
 
 
 def check_pair(
-    k: object, v: object, q: torch.Tensor, branch: str = "", rows: int | str = "M"
+    k: object,
+    v: object,
+    q: torch.Tensor,
+    branch: str = "",
+    rows: int | str = "M",
+    heads: int | str = "Hkv",
 ) -> None:
-    """Check keys and values ``[B, rows, Hkv, D]`` that go with ``q``.
+    """Check keys and values ``[B, rows, heads, D]`` that go with ``q``.
 
     Args:
         branch: what ends the names of both.
     """
-    shape = (q.shape[0], rows, "Hkv", q.shape[3])
+    shape = (q.shape[0], rows, heads, q.shape[3])
     keys = check_tensor(f"k{branch}", k, shape, (q.dtype,), q.device)
     check_tensor(f"v{branch}", v, tuple(keys.shape), (q.dtype,), q.device)
     group = check_heads(q.shape[2], keys.shape[2])

@@ -77,7 +77,8 @@ def write_kv(
     heads, _, dim = check_cache(k_cache, v_cache)
     check_cache_dtype(k_cache, key.dtype, k_scale, v_scale)
     check_tensor("key", key, ("T", heads, dim), device=k_cache.device)
-    check_tensor("value", value, (key.shape[0], heads, v_cache.shape[-1]), device=k_cache.device)
+    shape = (key.shape[0], heads, v_cache.shape[-1])
+    check_tensor("value", value, shape, (key.dtype,), k_cache.device)
     check_tensor("slot_mapping", slot_mapping, ("T",), (torch.int64,), k_cache.device)
     if slot_mapping.shape[0] > key.shape[0]:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sparsek_backend.patterns.model_file import ModelPatterns
-from sparsek_backend.patterns.models import length_of, observe_model, watch_model
+from sparsek_backend.patterns.models import layers_by_index, length_of, observe_model, watch_model
 from sparsek_backend.patterns.prefill import PrefillPattern, ranked_entries
 from sparsek_backend.patterns.training.heads import WindowErrors, fit_windows, window_sizes
 from sparsek_backend.patterns.training.learned import ImportanceOptions
@@ -58,7 +58,7 @@ def learn_window_patterns(
     length = length_of(data)
     sizes = window_sizes(length, block_size)
     make = partial(WindowErrors, sizes, block_size, sinks=sinks, samples=samples)
-    errors = {layer: make() for layer in range(model.config.get_text_config().num_hidden_layers)}
+    errors = {layer: make() for layer in layers_by_index(model)}
     observe_model(model, {layer: x.observe for layer, x in errors.items()}, data)
     shares = {layer: x.shares() for layer, x in errors.items()}
     patterns = fit_windows(shares, sizes, length, block_size, sinks=sinks, sparsity=sparsity)

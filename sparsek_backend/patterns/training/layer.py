@@ -7,6 +7,7 @@ import torch
 from sparsek_backend.nn.rotary import rotate
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions, LearnedPattern
+from sparsek_kernels.checks import check_heads, check_int
 
 
 class SparseAttentionLayer(torch.nn.Module):
@@ -50,7 +51,14 @@ class SparseAttentionLayer(torch.nn.Module):
         gates: bool = False,
     ) -> None:
         super().__init__()
+        check_int("hidden_size", hidden_size, 1)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_heads(num_heads, num_kv_heads)
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_heads={num_heads} without head_dim, "
+                f"got {hidden_size}"
+            )
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         if rope_theta is not None and self.head_dim % 2:
             raise ValueError(

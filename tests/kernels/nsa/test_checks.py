@@ -114,6 +114,16 @@ def test_block_sizes(fields: dict[str, Any], error: type[Exception], message: st
             "k_cmp: expected shape",
         ),
         (
+            lambda: nsa_attention(Q, K, K, *GATES, k_cmp=CMP[:, :, :1], v_cmp=CMP[:, :, :1]),
+            ValueError,
+            r"k_cmp: expected shape \[1, 3, 2, 8\], got \[1, 3, 1, 8\]",
+        ),
+        (
+            lambda: nsa_attention(Q, K, K, *GATES, k_swa=Q, v_swa=Q),
+            ValueError,
+            r"k_swa: expected shape \[1, M, 2, 8\], got \[1, 70, 4, 8\]",
+        ),
+        (
             lambda: nsa_attention(Q, K, K, *GATES, softmax_scale=float("nan")),
             ValueError,
             "softmax_scale: expected a finite number",

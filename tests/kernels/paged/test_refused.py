@@ -12,6 +12,7 @@ from sparsek_kernels.paged import (
     attend_segment,
     paged_attention,
     select_blocks,
+    write_kv,
 )
 from sparsek_kernels.paged.checks import check_triton_layout
 from sparsek_kernels.paged.operands import PagedOperands
@@ -66,6 +67,31 @@ def test_bad_arguments(change: dict[str, object], error: type[Exception], match:
     arguments = {**_arguments(), **change}
     with pytest.raises(error, match=match):
         paged_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"key": torch.zeros(3, 1, 32)}, ValueError, r"key: expected shape \[T, 2, 32\]"),
+        ({"key": torch.zeros(3, 2, 32).half()}, TypeError, "k_cache: expected the dtype of q"),
+        ({"value": torch.zeros(3, 2, 24)}, ValueError, r"value: expected shape \[3, 2, 32\]"),
+        (
+            {"value": torch.zeros(3, 2, 32).double()},
+            TypeError,
+            "value: expected dtype torch.float32",
+        ),
+        ({"slot_mapping": torch.arange(3).int()}, TypeError, "slot_mapping: expected dtype"),
+        ({"slot_mapping": torch.arange(4)}, ValueError, "slot_mapping: expected at most 3 entries"),
+    ],
+)
+def test_tokens_that_do_not_fit_the_pages(
+    change: dict[str, torch.Tensor], error: type[Exception], match: str
+) -> None:
+    case = make_case([40], [40], 0)
+    tokens = {"key": torch.zeros(3, 2, 32), "value": torch.zeros(3, 2, 32)}
+    arguments = {**tokens, "slot_mapping": torch.arange(3), **change}
+    with pytest.raises(error, match=match):
+        write_kv(**arguments, k_cache=case.k_cache, v_cache=case.v_cache, k_summary=None)
 
 
 def test_an_output_in_the_memory_of_the_queries_is_refused() -> None:

@@ -291,6 +291,11 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (ValueError, "temperature: expected", lambda: BlockGates((1, 1, 1), temperature=0.0)),
     (ValueError, "heads: expected 'query'", lambda: LearnedPattern(2, 2, 64, 16, heads="x")),  # type: ignore[arg-type]
     (
+        ValueError, "hidden_size: expected a multiple of num_heads=4 without head_dim, got 10",
+        lambda: SparseAttentionLayer(10, 4, 64),
+    ),
+    (ValueError, "q: expected a multiple of num_kv_heads", lambda: SparseAttentionLayer(16, 0, 64)),
+    (
         ValueError, "every: expected an integer >= 1",
         lambda: LearnedPattern(2, 2, 64, 16, importance=ImportanceOptions(every=0)),
     ),

@@ -57,15 +57,16 @@ def phi_compress(
     hidden = weights.w1.shape[1]
     by_part = weights.w1.view(parts, stride * dim, hidden)
     constant = weights.position.reshape(1, -1) @ weights.w1 + weights.b1  # [1, F]
+    # Inductor fails on products of no rows where a symbol says how many: ``or 0`` is a number.
     if cu_seqlens is None:
-        rows = spec.num_compressed(num_tokens)
+        rows = spec.num_compressed(num_tokens) or 0
         strides = x[:, : (rows + parts - 1) * stride] if rows else x[:, :0]
         strides = strides.unflatten(1, (-1, stride)).transpose(2, 3).flatten(3)  # [B, -, Hkv, d D]
         total = constant.expand(batch, rows, num_heads, hidden)
         for part in range(parts):
             total = total + strides[:, part : part + rows] @ by_part[part]
     else:
-        start, used = stride_starts(cu_seqlens, num_tokens // stride, spec)
+        start, used = stride_starts(cu_seqlens, num_tokens // stride or 0, spec)
         within = torch.arange(stride, device=x.device)
         total = constant.expand(batch, start.shape[0], num_heads, hidden)
         for part in range(parts):
