@@ -149,8 +149,9 @@ def plan_step(
 
     The ends of prompts that are not dense, which ``dense_last`` lets attend everything, come again
     as one dense segment after all others: also of prompts whose last tokens are so few that they
-    count as a decode, and all such tokens where prompts are dense.  Sparse prompts leave out the
-    tiles that their ends replace.  A prompt by records comes token by token.
+    count as a decode, and all such tokens where prompts are dense.  A sparse prompt without sparse
+    neighbours leaves out the tiles that its end replaces.  A prompt by records comes token by
+    token.
 
     Args:
         batch: the step.
@@ -301,23 +302,18 @@ def _decodes_beside_prompts(
 def _rows_kept(
     batch: PagedBatch, rule: SelectionPolicy, members: list[int], ends: dict[int, tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
-    """The rows of prompts up to the tiles that their dense ends replace; none: keep them all.
+    """The rows of a prompt alone up to the tiles that its dense end replaces; none: keep them all.
 
-    Where such an end begins inside a tile, the tile keeps its queries: all of them choose for it.
-    Rows of several prompts have to be gathered, which an eighth of them is worth.
+    Where that end begins inside a tile, the tile keeps its queries: all of them choose for it.
+    Several prompts keep their rows, which would have to be gathered.
     """
-    counts, known = batch.query_lens, batch.seq_lens_host
-    if known is None:
+    (request, *others), known = members, batch.seq_lens_host
+    count, (begin, end) = batch.query_lens[request], ends[request]
+    if others or known is None or end < count:
         return []
-    kept = []
-    for request in members:
-        count, (begin, end) = counts[request], ends[request]
-        before = known[request] - count
-        tiles = ceil_div(before + begin, rule.query_tile) * rule.query_tile - before
-        kept.append((request, 0, min(tiles, count) if end == count else count))
-    total = sum(counts[request] for request in members)
-    spared = total - sum(last for *_, last in kept)
-    return kept if spared and (len(members) == 1 or 8 * spared >= total) else []
+    before = known[request] - count
+    kept = ceil_div(before + begin, rule.query_tile) * rule.query_tile - before
+    return [(request, 0, kept)] if kept < count else []
 
 
 def _ends_of_decodes(

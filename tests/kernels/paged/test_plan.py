@@ -294,21 +294,9 @@ def test_a_prompt_alone_ends_sparse_at_the_tile_where_its_dense_end_begins() -> 
     ]
     for _, sparse, _ in whole:
         assert (sparse.rows, sparse.batch.seq_lens.tolist()) == (slice(None), [4000])
-
-
-def test_rows_of_several_prompts_are_gathered_where_an_eighth_is_left_out() -> None:
-    policy, lengths = replace(TOPK, dense_last=150), (3900, 4000, 3800)
-    ends = {"seq_lens_host": lengths, "prompt_left_host": (0, 0, 900)}
-    sparse, tails = planned(make_batch([*lengths], [500] * 3, 0, **ends), policy)
-    # The ends begin at 3750 and 3850, and the tiles that hold these end at 3776 and 3904.
-    assert rows_of(sparse) == [*range(376), *range(500, 904), *range(1000, 1500)]
-    assert sparse.batch.seq_lens_host == (3776, 3904, 3800)
-    assert sparse.batch.seq_lens.tolist() == [3776, 3904, 3800]
-    assert sparse.batch.cu_seqlens_q.tolist() == [0, 376, 780, 1280]
-    assert tails.batch.seq_lens.tolist() == [3900, 4000]
-    ends["prompt_left_host"] = (0, 900, 900)
-    sparse, _ = planned(make_batch([*lengths], [500] * 3, 0, **ends), policy)
-    assert (sparse.rows, sparse.batch.seq_lens.tolist()) == (slice(None), [*lengths])
+    several = make_batch([3900, 4000], [500, 500], 0, seq_lens_host=(3900, 4000))
+    sparse, _ = planned(several, policy)
+    assert (sparse.rows, sparse.batch.seq_lens.tolist()) == (slice(None), [3900, 4000])
 
 
 def test_prompts_by_records_are_tokens_where_they_choose(monkeypatch: pytest.MonkeyPatch) -> None:
