@@ -43,14 +43,18 @@ def served_model(vllm_config: Any) -> Any:
     return vllm_config.model_config if target is None else target
 
 
+def served_layers(vllm_config: Any) -> int:
+    """Return how many layers the served model has."""
+    return int(getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0))
+
+
 def first_layer(vllm_config: Any) -> int:
     """Return the index of a model's first layer; a draft's count on from the served model's.
 
     The language model inside a multimodal one is built with a copy of its configuration.
     """
-    if vllm_config.model_config.runner_type != "draft":
-        return 0
-    return int(getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0))
+    is_draft = vllm_config.model_config.runner_type == "draft"
+    return served_layers(vllm_config) if is_draft else 0
 
 
 def lacking_tokens(vllm_config: Any, layer: int) -> int:
@@ -60,8 +64,7 @@ def lacking_tokens(vllm_config: Any, layer: int) -> int:
     that drafts in parallel adds a place for each draft; the lengths on the host have neither.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
-    served = getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0)
-    if speculative is None or layer < served:
+    if speculative is None or layer < served_layers(vllm_config):
         return 0
     if getattr(speculative, "parallel_drafting", False):
         return int(speculative.num_speculative_tokens)

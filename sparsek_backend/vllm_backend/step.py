@@ -27,7 +27,7 @@ from . import compat
 from .engine import engine_of
 from .keys import Keys
 from .metrics import EngineMetrics
-from .settings import lacking_tokens
+from .settings import lacking_tokens, served_layers
 from .stats import STATS
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -126,6 +126,16 @@ class StepMetadata(AttentionMetadata):
     context: Keys  # what dense attention would attend
 
 
+def layer_index(vllm_config: Any, first: int, name: str) -> int:
+    """Return the index of a layer by its name, and by that of its model's first layer.
+
+    Drafts that read the model's states are built with its configuration.  The layers of most count
+    on by themselves; those of MTP modules named ``mtp`` do not.
+    """
+    apart = first or (served_layers(vllm_config) if name.startswith("mtp.") else 0)
+    return apart + int(extract_layer_index(name))
+
+
 class StepBuilder(AttentionMetadataBuilder[Any]):
     """Builds a step's metadata from vLLM's, and counts what the step attends."""
 
@@ -142,7 +152,7 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
             engine.groups.append(layer_names)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self.indices = {
-            name: x.impl.first_layer + extract_layer_index(name) for name, x in layers.items()
+            name: layer_index(vllm_config, x.impl.first_layer, name) for name, x in layers.items()
         }
         # of steps of a draft alone
         self.lacking = lacking_tokens(vllm_config, min(self.indices.values(), default=0))

@@ -70,6 +70,17 @@ def test_the_language_model_of_a_multimodal_one_is_no_draft(tmp_path: Any) -> No
     assert [layer.impl.policy.selects_blocks for layer in layers] == [False, True]
 
 
+def test_layers_of_drafts_count_on_from_the_served_models(tmp_path: Any) -> None:
+    """Also of those MTP modules whose layers vLLM counts from 0, as Qwen3-Next's."""
+    from sparsek_backend.vllm_backend.step import layer_index
+
+    config = make_config(tmp_path)
+    found = {"model.layers.1.self_attn.attn": 1, "model.layers.2.mtp_block.self_attn.attn": 2}
+    found |= {f"mtp.layers.{index}.self_attn.attn": 2 + index for index in range(2)}
+    assert {name: layer_index(config, 0, name) for name in found} == found
+    assert layer_index(config, 2, "draft_model.model.layers.1.self_attn.attn") == 3
+
+
 @pytest.mark.parametrize(
     ("method", "modules", "number", "shared"),
     [("mtp", 1, 2, True), ("mtp", 2, 2, False), ("mtp", 2, 1, True), ("eagle", 1, 2, True)]
