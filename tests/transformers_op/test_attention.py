@@ -172,6 +172,17 @@ def test_generation_selects_per_token() -> None:
     assert torch.equal(again, long[:, 300:])
 
 
+def test_drafts_change_nothing_where_queries_select_by_themselves() -> None:
+    model, ids = make_model(), tokens(1, 150).repeat(1, 2)
+    configure(
+        model, mode="block_topk", num_sink=16, window_size=16, decode_tokens=16, query_tile=1,
+        dense_below=0,
+    )  # fmt: skip
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, prompt_lookup_num_tokens=3), plain)
+
+
 def test_pages_are_made_and_read_on_the_device_of_the_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
