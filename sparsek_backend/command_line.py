@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import typer
 from rich import box
 from rich.table import Table
+from typer.models import Default
 
 WRONG_USAGE = (
     *(ValueError, TypeError, NotImplementedError),
@@ -31,7 +32,7 @@ def commands(about: str | None = None) -> typer.Typer:
     error's report.
     """
     return typer.Typer(
-        help=about,
+        help=Default(None) if about is None else about,  # None itself would hide a docstring
         no_args_is_help=about is not None,
         rich_markup_mode=None,  # in panels, the widest option would leave the help no room
         add_completion=False,

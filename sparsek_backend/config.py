@@ -102,7 +102,8 @@ class SparsityConfig(BaseModel):
     """Prefill queries that share one selection. 1 selects per token, as a decoded token does:
     slower, and independent of chunking."""
     sparse_phase: Phase = "both"
-    """For measurements: `prefill` lets decoded tokens attend everything, `decode` the prompt's."""
+    """Which phase is sparse. `decode` leaves prompts dense: they keep their answers, and the first
+    token comes no sooner. `prefill` leaves decoded tokens dense."""
     pattern: str | None = Field(None, examples=["pattern.safetensors"])
     """The file of mode `pattern`, which `sparsek patterns learn MODEL --prefill --out FILE` makes.
     Its blocks have `sel_block_size` tokens."""

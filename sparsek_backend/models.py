@@ -292,13 +292,14 @@ def _refuse_foreign_files(target: Path, recipe: _Recipe) -> None:
 
 
 def _structure_problem(folder: Path) -> str | None:
-    config = folder / "config.json"
+    configs = (folder / name for name in ("config.json", "params.json"))  # the latter is Mistral's
+    config = next((path for path in configs if path.is_file()), None)
+    if config is None:
+        return "config.json is missing"
     try:
         json.loads(config.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "config.json is missing"
     except ValueError:
-        return "config.json is not valid JSON"
+        return f"{config.name} is not valid JSON"
     index = folder / "model.safetensors.index.json"
     names = {path.name for path in folder.glob("*.safetensors")}
     if index.exists():
@@ -306,8 +307,8 @@ def _structure_problem(folder: Path) -> str | None:
             names |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
             return f"{index.name} is not readable"
-    if not names and not any(folder.glob("*.bin")):
-        return "no *.safetensors or *.bin weights"
+    if not names and not any(path.suffix in (".bin", ".pt") for path in folder.iterdir()):
+        return "no *.safetensors, *.bin or *.pt weights"
     for name in sorted(names):
         problem = _safetensors_problem(folder / name)
         if problem is not None:

@@ -16,6 +16,9 @@ from typing import Any
 
 from sparsek_backend.vllm_backend import names
 
+RAY_PREFIXES, SETTINGS = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "SPARSEK_"
+"""vLLM's variable with the prefixes of those that it copies to Ray's workers, and ours."""
+
 
 def register() -> None:
     """Register the backend with the vLLM that is installed.  Idempotent.
@@ -24,7 +27,8 @@ def register() -> None:
     enum, a check of the settings and the model when an engine is configured, and, on the CPU
     platform (which otherwise replaces every choice by its own backend), the selection of our class.
     The fourth is for natively sparse checkpoints: their model class, by the architecture's name.
-    Their config class is known to Transformers since our package was imported.
+    Their config class is known to Transformers since our package was imported.  And workers of Ray,
+    which have another environment, get the settings that are set in this one.
 
     Raises:
         ImportError: if vLLM is not installed.
@@ -33,6 +37,9 @@ def register() -> None:
     from sparsek_backend.vllm_backend.register import hook_platform, register_model
 
     refuse_wrong_settings(sys.argv[1:], os.environ)
+    prefixes = os.environ.get(RAY_PREFIXES, "").split(",")
+    if SETTINGS not in prefixes:  # settings reach Ray's workers, as vLLM's own variables do
+        os.environ[RAY_PREFIXES] = ",".join(filter(None, (*prefixes, SETTINGS)))
     backend_member()
     hook_platform(names.BACKEND_NAME, names.BACKEND_PATH)
     register_model(names.NSA_ARCHITECTURE, names.NSA_MODEL_PATH)

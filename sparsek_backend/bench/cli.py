@@ -51,7 +51,7 @@ _COMMIT = typer.Option(help="Commit to record where there is no git.")
 
 @app.command("list")
 def list_ops() -> None:
-    """The registered ops and their parameters."""
+    """List what `bench kernels` times, with its parameters."""
     for op in OPS.values():
         console.print(f"[bold]{op.name}[/bold]: {op.summary}")
         console.print("  " + " ".join(f"{k}={v}" for k, v in op.defaults.items()))
@@ -61,18 +61,26 @@ def list_ops() -> None:
 def kernels(
     out: Annotated[Path, typer.Option(help="Folder for the CSV and the plots.")],
     yaml: Annotated[
-        list[Path] | None, typer.Option(help="Workload file; may be given several times.")
+        list[Path] | None,
+        typer.Option(
+            help="Workload file. Repeatable; by default those of benchmarks/ for the device."
+        ),
     ] = None,
-    case: Annotated[list[str] | None, typer.Option(help="Only this workload; repeatable.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this workload. Repeatable.")] = None,
     device: Annotated[
         str, typer.Option(help="cuda or cpu; auto takes CUDA if it is there.")
     ] = "auto",
-    budget_ms: Annotated[float, typer.Option(help="Time for the samples of one case.")] = 400.0,
+    budget_ms: Annotated[
+        float, typer.Option(help="Milliseconds for the samples of one case.")
+    ] = 400.0,
     commit: Annotated[str, _COMMIT] = "",
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "kernels",
-    check: Annotated[bool, typer.Option(help="Exit 1 when a bar is not met.")] = False,
+    check: Annotated[bool, typer.Option(help="Exit with 1 when a bar is missed, too.")] = False,
 ) -> None:
-    """Gate and time kernels over YAML workloads; exit 1 when a gate of ours is red."""
+    """Check and time kernels, beside other implementations.
+
+    A kernel is timed once its results are right. Exits with 1 when one of ours is wrong.
+    """
     with failing_on(ValueError, ImportError, OSError):
         out.mkdir(parents=True, exist_ok=True)
         where = choose_device(device)
@@ -124,9 +132,9 @@ class BackendOptions:
     model: Annotated[
         str, typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}.")
     ]
-    sparsek: Annotated[str, typer.Option(help="Our settings as JSON; default settings if {}.")] = (
-        "{}"
-    )
+    sparsek: Annotated[
+        str, typer.Option(help="SPARSEK's settings as JSON; {} for its defaults.")
+    ] = "{}"
     baseline: Annotated[
         str | None,
         typer.Option(help="vLLM backend to compare with; vLLM's own choice if left out."),
@@ -153,7 +161,11 @@ class CaseOptions:
     """Requests of `serve`, which start together."""
 
     context: Annotated[
-        list[int] | None, token_option("Prompt tokens, such as 16k. Repeatable; 2k if none.")
+        list[int] | None,
+        token_option(
+            "Prompt tokens, such as 32k. Repeatable; 2k if none. SPARSEK attends up to 8k whole, "
+            "unless --sparsek sets dense_below."
+        ),
     ] = None
     requests: Annotated[
         list[int] | None, typer.Option(help="Requests that decode together. Repeatable; 1 if none.")
@@ -175,7 +187,11 @@ def serve(
     ] = "serve",
     commit: Annotated[str, _COMMIT] = "",
 ) -> None:
-    """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
+    """Time first and later tokens in vLLM, its own backend and SPARSEK.
+
+    TTFT is the time to the first token of one prompt, TPOT the time per token while all requests
+    decode. Each backend runs in processes of its own.
+    """
     with failing_on(ValueError, ImportError, RuntimeError, OSError):
         out.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = asdict(cases)
@@ -192,29 +208,35 @@ def serve(
 class LoadOptions:
     """What `load` sends, and which answers are good."""
 
-    load: Annotated[str, typer.Option(help=f"One of {', '.join(LOADS)}.")] = "documents-32k"
+    load: Annotated[str, typer.Option(help=f"What arrives: one of {', '.join(LOADS)}.")] = (
+        "documents-32k"
+    )
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests at each rate; the load's own if left out.")
     ] = None
     budget_seconds: Annotated[
-        float, typer.Option(help="A rate is cut off after this; what is under way is not good.")
+        float,
+        typer.Option(
+            help="A rate is cut off after this; what is under way then is no good answer."
+        ),
     ] = 180.0
     scale: Annotated[
         float, typer.Option(help="Share of the prompts' tokens and times to think.")
     ] = 1.0
-    seed: Annotated[int, typer.Option(help="Of the sessions.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the sessions.")] = 0
     first_limit: Annotated[
         float | None,
         typer.Option(help="Seconds to the first token of a session; the load's own if left out."),
     ] = None
     later_limit: Annotated[
-        float | None, typer.Option(help="The same of a session's later turns.")
+        float | None, typer.Option(help="The same for a session's later turns.")
     ] = None
     token_limit: Annotated[
         float | None, typer.Option(help="Seconds per token behind the first, on average.")
     ] = None
     only: Annotated[
-        str | None, typer.Option(help="Measure this backend alone, such as SPARSEK.")
+        str | None,
+        typer.Option(help="Measure this backend alone: SPARSEK, or the baseline's name."),
     ] = None
 
     def plan(self, **others: Any) -> LoadPlan:
@@ -244,7 +266,7 @@ class LoadOptions:
 def load(
     backends: BackendOptions,
     out: Annotated[Path, typer.Option(help="Folder for JSON lines, CSV and JSON.")],
-    rate: Annotated[list[float], typer.Option(help="Sessions that begin a second. Repeatable.")],
+    rate: Annotated[list[float], typer.Option(help="Sessions that begin in a second. Repeatable.")],
     engine: EngineOptions,
     options: LoadOptions,
     name: Annotated[
@@ -252,7 +274,11 @@ def load(
     ] = "load",
     commit: Annotated[str, _COMMIT] = "",
 ) -> None:
-    """Goodput under a server's load: vLLM's own backend and SPARSEK, each at its best rate."""
+    """Count good answers a second under load, of both backends.
+
+    Goodput is the answers a second that keep to the limits. vLLM's own backend and SPARSEK get the
+    same requests, and each is judged at its best rate.
+    """
     with failing_on(ValueError, ImportError, RuntimeError, OSError):
         plan = options.plan(rates=tuple(rate), engine=engine.arguments(), **backends.parsed())
         console.print(sessions_table(plan))
@@ -275,7 +301,10 @@ def compare(
     b: Annotated[Path, typer.Argument(help="CSV to judge.")],
     tolerance: Annotated[float, typer.Option(help="Slower by more than this share fails.")] = 0.05,
 ) -> None:
-    """Ratios of our rows of two result files; exit 1 on a regression beyond --tolerance."""
+    """Compare our rows of two result files.
+
+    Exits with 1 where one is slower by more than --tolerance.
+    """
     with failing_on(ValueError, OSError):
         pairs = compare_rows(read_csv(a), read_csv(b), tolerance)
     print_comparison(console, pairs)

@@ -64,7 +64,9 @@ def evaluate(
             "first is the reference."
         ),
     ] = None,
-    served_model: Annotated[str | None, typer.Option(help="Model name at the servers.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="The model's name at the servers.")
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of `sparsek eval prompts`.")] = None,
     asked: PromptOptions,
     engine: EngineOptions,
@@ -72,10 +74,11 @@ def evaluate(
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "quality",
     commit: Commit = "",
 ) -> None:
-    """Answers and their likelihood, dense against sparse, prompt by prompt.
+    """Measure what sparsity costs a model, dense against sparse.
 
-    Writes a table as CSV, everything as JSON, a plot, and each score as it is found: the same
-    command continues an interrupted evaluation. Every GPU has a budget of its own at a time.
+    Every budget answers the same prompts as dense attention. Writes a table as CSV, everything as
+    JSON, a plot, and each score as it is found: the same command continues an interrupted
+    evaluation. On several GPUs each takes a budget at a time.
     """
     if context.invoked_subcommand is not None:
         return
@@ -112,7 +115,10 @@ def make_prompt_file(
         Path, typer.Option(help="File to write; .gz compresses it.", dir_okay=False)
     ] = Path("prompts.json.gz"),
 ) -> None:
-    """Prepare prompts as token ids, for a machine that has the model without its tokenizer."""
+    """Write a file of prompts as token ids.
+
+    It is for a machine that has the model without its tokenizer.
+    """
     with _mendable():
         asked.check()
         found = take_prompts(None, asked, model)
@@ -127,7 +133,10 @@ def report(
     ],
     commit: Commit = "",
 ) -> None:
-    """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
+    """Write tables, JSON and plot again from a record.
+
+    The evaluation may be unfinished.
+    """
     with _mendable():
         if record.suffix != ".jsonl":  # the results take its name, with other endings
             raise ValueError(f"record: expected a .jsonl file, got {record}")
@@ -138,14 +147,16 @@ def report(
 def draw_picture(
     results: Annotated[list[Path], typer.Argument(help="Result JSONs, of one model or several.")],
     served: Annotated[
-        Path | None, typer.Option(help="CSV of `sparsek bench serve`: its speed-ups go below.")
+        Path | None,
+        typer.Option(help="CSV of `sparsek bench serve`, whose speed-ups are drawn below."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Picture to write.", dir_okay=False)] = Path(
         "picture.png"
     ),
 ) -> None:
-    """Draw accuracy and KL over the context from result files: a line for each model and budget.
+    """Draw accuracy and KL divergence over the context.
 
+    Result files, of one model or several, become one picture with a line for each model and budget.
     A budget that several files have is drawn from the last of them.
     """
     with _mendable():
@@ -159,7 +170,7 @@ def measure_mass(
     model: Annotated[str, typer.Argument(help="Model folder or name.")],
     *,
     budget: Annotated[
-        str, typer.Option(help="One budget of block_topk or pattern.")
+        str, typer.Option(help="One budget of block_topk or pattern, as for `sparsek eval`.")
     ] = "block_topk:32",
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
@@ -168,9 +179,10 @@ def measure_mass(
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "mass",
 ) -> None:
-    """Share of the exact attention that a selection catches, by layer and KV head: CSV and plot.
+    """Measure how much of the attention a selection catches, by layer.
 
-    The model reads the first of the prompts through Transformers, on a GPU if there is one.
+    Writes a CSV and a plot, by layer and KV head. The model reads the first of the prompts through
+    Transformers, on a GPU if there is one.
     """
     with _mendable():
         parsed = parse_budget(budget)

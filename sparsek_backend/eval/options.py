@@ -32,13 +32,15 @@ class PromptOptions:
     suite: Annotated[
         str | None,
         typer.Option(
-            help="ruler: the thirteen tasks of RULER, by its authors' package, in place of ours."
+            help="ruler: RULER's thirteen tasks (by its authors' package, extra `ruler`) in place "
+            "of ours."
         ),
     ] = None
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of {', '.join(TASKS)}. With a suite, one of its. Repeatable; by default all."
+            help=f"One of {', '.join(TASKS)}, or a task of the suite, such as niah_single_1. "
+            "Repeatable; by default all."
         ),
     ] = None
     variant: Annotated[
@@ -51,8 +53,8 @@ class PromptOptions:
     length: Annotated[
         list[int] | None,
         token_option(
-            f"Of a prompt, such as 16k. Repeatable; by default {_ON_GPU['length']} with a GPU, "
-            f"{_ON_CPU['length']} without."
+            f"Tokens of a prompt, such as 16k. Repeatable; by default {_ON_GPU['length']} with a "
+            f"GPU, {_ON_CPU['length']} without."
         ),
     ] = None
     samples: Annotated[
@@ -71,7 +73,7 @@ class PromptOptions:
             "where it has one.",
         ),
     ] = None
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0
     texts_folder: Annotated[
         Path | None,
         typer.Option(help="Folder of .txt files of the task text; by default speeches."),
@@ -120,8 +122,9 @@ class BudgetOptions:
     budget: Annotated[
         list[str] | None,
         typer.Option(
-            help="block_topk:16, sink_window, sink_window:1024, window (no sinks), with settings: "
-            "block_topk:16,query_tile=1. Repeatable; dense always runs."
+            help="What is attended: block_topk:16, sink_window:1024, window (no sinks) or "
+            "pattern:16,pattern=FILE; settings behind commas: block_topk:16,decode_tokens=512. "
+            "Repeatable; dense always runs."
         ),
     ] = None
     arms: Annotated[
@@ -135,7 +138,7 @@ class BudgetOptions:
     mixed: Annotated[
         bool,
         typer.Option(
-            "--mixed", help="Add each block_topk budget sparse in the prefill or decode alone."
+            "--mixed", help="Add each block_topk budget with prompts or decoded tokens dense."
         ),
     ] = False
 
@@ -192,10 +195,12 @@ class EngineOptions:
         ),
     ] = None
     batched_tokens: Annotated[
-        int | None, typer.Option(help="max_num_batched_tokens of the engine.")
+        int | None,
+        typer.Option(help="Tokens that a step takes at most (vLLM's max_num_batched_tokens)."),
     ] = None
     gpu_memory: Annotated[
-        float | None, typer.Option(help="gpu_memory_utilization of the engine.")
+        float | None,
+        typer.Option(help="Share of the GPU's memory (vLLM's gpu_memory_utilization)."),
     ] = None
     kv_cache_gib: Annotated[
         float | None,
@@ -205,7 +210,10 @@ class EngineOptions:
         int | None, typer.Option(min=1, help="GPUs per engine; one if left out.")
     ] = None
     eager: Annotated[
-        bool, typer.Option("--eager", help="enforce_eager: no compilation, no graphs.")
+        bool,
+        typer.Option(
+            "--eager", help="No compilation and no graphs; on a CPU compiling takes minutes."
+        ),
     ] = False
 
     def arguments(self) -> dict[str, object]:

@@ -25,6 +25,7 @@ from sparsek_backend.eval.runs import LocalModel, Workplace
 from sparsek_backend.eval.tables import tuning_table
 
 SIZES = (4, 8, 16, 32, 64, 128)
+_SIZES = ", ".join(map(str, SIZES))
 app = commands()
 console = Console()
 
@@ -64,19 +65,23 @@ def cheapest(
 def tune(
     model: Annotated[str, typer.Argument(help="Model folder or name.")],
     *,
-    loss: Annotated[float, typer.Option(help="Most added NLL of right answers.")] = 0.01,
+    loss: Annotated[
+        float, typer.Option(help="Most nats a token by which right answers may become less likely.")
+    ] = 0.01,
     size: Annotated[
-        list[int] | None, typer.Option(help=f"Blocks of 64 to try; by default {SIZES}. Repeatable.")
+        list[int] | None,
+        typer.Option(help=f"Blocks of 64 tokens to try. Repeatable; by default {_SIZES}."),
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A file of prompts to ask.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of `sparsek eval prompts`.")] = None,
     asked: PromptOptions,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("tune-results"),
 ) -> None:
-    """Search `top_k` and `decode_tokens` by the NLL of right answers; print the cheapest that hold.
+    """Search the cheapest budget whose answers stay within a loss.
 
-    They hold where the upper end of the 95 % interval is within --loss.  The same command continues
-    an interrupted search.
+    It tries pairs of `top_k`, for prompts, and `decode_tokens`. A pair holds where the upper end of
+    the 95 % interval of what right answers lose is within --loss. Prints the cheapest that holds as
+    `--additional-config`. The same command continues an interrupted search.
     """
     tried: list[tuple[Budget, Row]] = []
     with failing_on(ValueError, ImportError, RuntimeError, OSError):

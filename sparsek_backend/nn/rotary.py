@@ -21,6 +21,8 @@ def _frequencies(
     with torch.inference_mode(mode=False):  # a later call may need gradients
         found = rotary_frequencies(head_dim, theta, dtype=dtype, device=device)
     if not captures(device):  # a CUDA graph has its own memory, which it writes again
+        if device.type == "cuda":  # once: other streams read them too
+            torch.cuda.current_stream(device).synchronize()
         _known[key] = found
     return found
 

@@ -39,12 +39,15 @@ def train_demo(
         Path, typer.Option(help="Folder for checkpoints, results and a picture.")
     ] = Path("train-demo"),
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each model.")] = 250,
-    max_length: Annotated[int, token_option("Tokens at the end.", least=SHORTEST)] = 512,
+    max_length: Annotated[
+        int, token_option("Tokens of the sequences, which grow, at the end.", least=SHORTEST)
+    ] = 512,
     compressed_only: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Share of sequences with this branch alone.")
+        float,
+        typer.Option(min=0, max=0.9, help="Share of sequences with the compressed branch alone."),
     ] = 0.5,
     seed: Annotated[
-        int, typer.Option(min=-_MOST_SEED, max=_MOST_SEED, help="Of the weights and the data.")
+        int, typer.Option(min=-_MOST_SEED, max=_MOST_SEED, help="Seed of weights and data.")
     ] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
@@ -58,7 +61,11 @@ def train_demo(
         ),
     ] = 1,
 ) -> None:
-    """Train a sparse transformer and its dense twin on recall; resumes where it stopped."""
+    """Train a small natively sparse model and its dense twin.
+
+    The task is recall: values of keys, asked for later. The same command continues a run that was
+    stopped. The default run takes a minute of one CPU core.
+    """
     with failing_on(ValueError):
         _check_shared(context_parallel, max_length)
     if context_parallel > 1 and "WORLD_SIZE" not in os.environ:

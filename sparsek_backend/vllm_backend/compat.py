@@ -84,10 +84,14 @@ def is_first_tensor_rank() -> bool:
 def shares_steps_with_drafts(vllm_config: Any) -> bool:
     """Whether a draft's layers attend steps of the served model's, beside steps of their own.
 
-    Drafts that read the model's states (EAGLE, MTP) begin so in vLLM's second model runner.
+    Drafts that read the model's states (EAGLE, MTP) begin so in vLLM's second model runner, but for
+    those of several modules and those that draft all tokens at once.
     """
     drafts = vllm_config.speculative_config
-    return bool(drafts and vllm_config.use_v2_model_runner and not drafts.uses_draft_model())
+    if not drafts or not vllm_config.use_v2_model_runner:
+        return False
+    apart = ("uses_draft_model", "use_multi_module_mtp", "use_dflash", "use_dspark")
+    return not any(getattr(drafts, name, bool)() for name in apart)
 
 
 def metric_labels(vllm_config: Any) -> dict[str, str]:

@@ -29,8 +29,8 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
     return resolve_config(
         read_section(vllm_config.additional_config),
         os.environ,
-        _model_section(model, "sparse_config"),
-        _model_section(model, "nsa"),
+        model_section(model, "sparse_config"),
+        model_section(model, "nsa"),
         is_batch_invariant(),
         getattr(model, "model", None),
     )
@@ -43,12 +43,18 @@ def served_model(vllm_config: Any) -> Any:
     return vllm_config.model_config if target is None else target
 
 
+def served_layers(vllm_config: Any) -> int:
+    """Return how many layers the served model has."""
+    return int(getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0))
+
+
 def first_layer(vllm_config: Any) -> int:
-    """Return the index of a model's first layer; a draft's count on from the served model's."""
-    model = served_model(vllm_config)
-    if model is vllm_config.model_config:
-        return 0
-    return int(getattr(model.hf_text_config, "num_hidden_layers", 0))
+    """Return the index of a model's first layer; a draft's count on from the served model's.
+
+    The language model inside a multimodal one is built with a copy of its configuration.
+    """
+    is_draft = vllm_config.model_config.runner_type == "draft"
+    return served_layers(vllm_config) if is_draft else 0
 
 
 def lacking_tokens(vllm_config: Any, layer: int) -> int:
@@ -58,8 +64,7 @@ def lacking_tokens(vllm_config: Any, layer: int) -> int:
     that drafts in parallel adds a place for each draft; the lengths on the host have neither.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
-    served = getattr(served_model(vllm_config).hf_text_config, "num_hidden_layers", 0)
-    if speculative is None or layer < served:
+    if speculative is None or layer < served_layers(vllm_config):
         return 0
     if getattr(speculative, "parallel_drafting", False):
         return int(speculative.num_speculative_tokens)
@@ -154,7 +159,7 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
         )
 
 
-def _model_section(model_config: Any, section_name: str) -> object:
+def model_section(model_config: Any, section_name: str) -> object:
     """Return a section of the model's own config, or ``None``."""
     for name in ("hf_text_config", "hf_config"):
         section = getattr(getattr(model_config, name, None), section_name, None)

@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -24,6 +27,7 @@ from . import compat
 from .engine import engine_of
 from .keys import Keys
 from .metrics import EngineMetrics
+from .settings import lacking_tokens, served_layers
 from .stats import STATS
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -122,6 +126,16 @@ class StepMetadata(AttentionMetadata):
     context: Keys  # what dense attention would attend
 
 
+def layer_index(vllm_config: Any, first: int, name: str) -> int:
+    """Return the index of a layer by its name, and by that of its model's first layer.
+
+    Drafts that read the model's states are built with its configuration.  The layers of most count
+    on by themselves; those of MTP modules named ``mtp`` do not.
+    """
+    apart = first or (served_layers(vllm_config) if name.startswith("mtp.") else 0)
+    return apart + int(extract_layer_index(name))
+
+
 class StepBuilder(AttentionMetadataBuilder[Any]):
     """Builds a step's metadata from vLLM's, and counts what the step attends."""
 
@@ -136,6 +150,12 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         self.engine = engine = engine_of(vllm_config)
         if not compat.shares_steps_with_drafts(vllm_config):
             engine.groups.append(layer_names)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self.indices = {
+            name: layer_index(vllm_config, x.impl.first_layer, name) for name, x in layers.items()
+        }
+        # of steps of a draft alone
+        self.lacking = lacking_tokens(vllm_config, min(self.indices.values(), default=0))
         if self.on_host:
             build.library()  # built before the first request
         self.metrics = None

@@ -26,7 +26,14 @@ from sparsek_kernels.paged.sample import CELL_BITS
 from . import compat
 from .gates import open_gates
 from .names import NSA_ARCHITECTURE
-from .settings import check_page_size, engine_config, prefill_pattern, require_backend, served_model
+from .settings import (
+    check_page_size,
+    engine_config,
+    model_section,
+    prefill_pattern,
+    require_backend,
+    served_model,
+)
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 from .sparsek.shards import check_interleave
@@ -54,6 +61,12 @@ def check_engine(vllm_config: Any) -> None:
     model = vllm_config.model_config
     if model is not None and NSA_ARCHITECTURE in model.architectures:
         require_backend(vllm_config)
+        own, served = (model_section(x, "nsa") for x in (model, served_model(vllm_config)))
+        if own != served:
+            raise ValueError(
+                f"draft model: expected the nsa section of the served model, {served}, got {own}; "
+                "remedy: another draft model"
+            )
     resolved = engine_config(vllm_config)
     for line in describe_idle_settings(resolved):
         logger.warning_once(line)

@@ -120,7 +120,7 @@ DOCUMENTS = [
 
 @pytest.mark.parametrize("chosen", ["decode", "budgets"])
 def test_the_tables_of_the_docs_are_of_the_committed_files(chosen: str) -> None:
-    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/simulation.md").read_text(encoding="utf-8")
     head = results.table(DOCUMENTS, chosen, ["dense"]).partition("\n")[0] + "\n"
     shown = page[page.index(head) :].partition("\n\n")[0]
     names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()[2:]]

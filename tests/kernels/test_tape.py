@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
+from typing import Any
 
 import pytest
 import torch
 
 from sparsek_kernels.common import recording as recording_module
 from sparsek_kernels.common import tape as tape_module
-from sparsek_kernels.common.recording import run
-from sparsek_kernels.common.tape import recorded
+from sparsek_kernels.common.recording import compiling, run
+from sparsek_kernels.common.tape import recorded, replayed
 from tests.kernels.spied import STREAM, Note, SpiedKernel, taken
 
 NOTES: list[Note] = []
@@ -23,6 +25,16 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (recording_module, tape_module):
         monkeypatch.setattr(module, "current_stream", lambda _device: STREAM)
     NOTES.clear()
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> dict[Hashable, Any]:
+    """What is remembered; tensors of the CPU are replayed too."""
+    found: dict[Hashable, Any] = {}
+    monkeypatch.setattr(tape_module, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tape_module, "_replays", found)
+    return found
 
 
 def doubled_sums(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -131,3 +143,65 @@ def test_an_operator_that_launches_is_replayed_as_one() -> None:
     (found,) = replay([other], 0)
     assert torch.equal(found, other + 1)
     assert [args[:2] for _, _, args in NOTES] == [[found, other]], "through the JIT, once"
+
+
+def test_operations_without_results_are_replayed() -> None:
+    x = torch.ones(3)
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        return (x + len(torch.empty(0, 3).unbind()),)
+
+    assert recorded([x], compute)[1] is not None
+
+
+def test_under_autocast_a_call_is_of_another_kind(replays: dict[Hashable, Any]) -> None:
+    x = torch.randn(4, 4)
+
+    def product() -> torch.dtype:
+        (found,) = replayed((x,), "product", lambda: (x @ x,))
+        return found.dtype
+
+    for _ in range(3):
+        assert product() == torch.float32
+        with torch.autocast("cpu"):
+            assert product() == torch.bfloat16
+    assert len(replays) == 2
+    assert all(replays.values())
+
+
+def test_a_recording_that_memory_does_not_suffice_for_is_given_up(
+    replays: dict[Hashable, Any],
+) -> None:
+    """While it lasts all scratch stays alive, which the computation itself does not need."""
+    x = torch.ones(3)
+    calls = []
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        calls.append(x)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return (x + 1,)
+
+    for _ in range(3):
+        assert torch.equal(replayed((x,), "sum", compute)[0], x + 1)
+    assert len(calls) == 4
+    assert [*replays.values()] == [None]
+
+
+def test_what_is_only_compiled_is_not_recorded(
+    replays: dict[Hashable, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpiedKernel, "warmup", lambda *_args, **_options: None, raising=False)
+    x = torch.ones(3)
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        out = torch.empty_like(x)
+        run(KERNEL, (1,), out, x, SIZE=16)
+        return (out,)
+
+    with compiling(1):
+        replayed((x,), "launch", compute)
+    assert not replays
+    for _ in range(3):  # seen, recorded, replayed
+        replayed((x,), "launch", compute)
+        assert len(taken(NOTES)) == 1

@@ -82,12 +82,13 @@ def test_a_builder_asks_for_the_first_of_its_layers(
     current: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where drafts share the pages of a model's layers, vLLM builds one step for all of them."""
-    from sparsek_backend.vllm_backend.sparsek import metadata as metadata_module
+    from sparsek_backend.vllm_backend import step
+    from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
 
-    monkeypatch.setattr(metadata_module, "lacking_tokens", lambda _config, layer: layer)
+    monkeypatch.setattr(step, "lacking_tokens", lambda _config, layer: layer)
     layers = [make_layer(index) for index in (1, 0)]
     names = [layer.layer_name for layer in layers]
     assert make_builder(layers[0], current)[0].lacking == 1
     spec, device = make_spec(layers[0], current), torch.device("cpu")
-    both = metadata_module.SparseKMetadataBuilder(spec, names, current, device)
+    both = SparseKMetadataBuilder(spec, names, current, device)
     assert both.lacking == 0

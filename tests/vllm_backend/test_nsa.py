@@ -135,6 +135,35 @@ def test_compressed_rows_live_in_accounted_page_bytes(
     assert extra * branches * nsa["cmp_stride"] == spec.unpadded_page_size_bytes
 
 
+def draft_of(folder: Path) -> dict[str, Any]:
+    """Options of an engine that drafts by a model of ours."""
+    asked = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+    return {**OPTIONS, "speculative_config": {**asked, "attention_backend": "SPARSEK"}}
+
+
+def test_a_natively_sparse_draft(prompts: list[list[int]], tmp_path: Path) -> None:
+    """On a GPU vLLM's lengths on the host lack what it adds, as with drafts of other models."""
+    model = make_model(CONFIG, tmp_path)
+    expected = [complete(model, prompt, 16) for prompt in prompts]
+    with engine(tmp_path, "SPARSEK", **draft_of(tmp_path)) as llm:
+        assert tokens(generate(llm, prompts, together=True)) == expected
+        runner = model_runner(llm)
+        groups = runner.attn_groups[0][-1], runner.drafter.draft_attn_groups[0]
+        assert [group.get_metadata_builder().lacking for group in groups] == [0, 1]
+
+
+def test_a_draft_with_another_section(tmp_path: Path) -> None:
+    """Its layers would follow the served model's."""
+    folders = tmp_path / "served", tmp_path / "draft"
+    for folder, window in zip(folders, (48, 64), strict=True):
+        make_model(replace(CONFIG, nsa=replace(CONFIG.nsa, window_size=window)), folder)
+    with (
+        pytest.raises(ValueError, match=r"draft model: expected the nsa section .*: 48.* got .*64"),
+        engine(folders[0], "SPARSEK", **draft_of(folders[1])),
+    ):
+        pass
+
+
 REFUSED: dict[str, tuple[NSALlamaConfig, dict[str, Any], dict[str, Any], str]] = {
     "another mode": (
         CONFIG,

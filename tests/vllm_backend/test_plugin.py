@@ -87,6 +87,23 @@ def test_registering_again_changes_nothing() -> None:
     assert state() == before
 
 
+def test_settings_in_the_environment_reach_workers_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs is that of whoever started Ray; vLLM copies the variables that it knows."""
+    from vllm import envs
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    envs.disable_envs_cache()  # an engine before this test has frozen what vLLM reads
+    for name in ("SPARSEK_TOP_K", "MINE"):
+        monkeypatch.setenv(name, "8")
+    for mine in ("", "MI,OTHER_"):
+        monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", mine)
+        register()
+        register()
+        found = get_env_vars_to_copy()
+        assert ("SPARSEK_TOP_K" in found, "MINE" in found) == (True, bool(mine))
+        assert envs.VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY.count("SPARSEK_") == 1
+
+
 def test_old_registry_without_register_gets_the_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM before 0.32 has no ``AttentionBackendEnum.register``."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

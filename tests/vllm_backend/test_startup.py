@@ -336,6 +336,23 @@ def test_half_downloaded_models_are_refused(llama: Path, tmp_path: Path) -> None
     assert configure(tmp_path, load_format="auto", attention_backend="CPU_ATTN") is not None
 
 
+def test_weights_as_mistral_publishes_them(llama: Path, tmp_path: Path) -> None:
+    """vLLM takes a folder without a config.json; it reads a JSON of another name there."""
+    from sparsek_backend.models import IncompleteFolderError, verify_model
+
+    weights = llama.joinpath("model.safetensors").read_bytes()
+    tmp_path.joinpath("consolidated.safetensors").write_bytes(weights)
+    with pytest.raises(IncompleteFolderError, match=r"config.json is missing"):
+        verify_model(tmp_path)
+    tmp_path.joinpath("params.json").write_text("{", encoding="utf-8")
+    with pytest.raises(IncompleteFolderError, match=r"params.json is not valid JSON"):
+        verify_model(tmp_path)
+    tmp_path.joinpath("params.json").write_text("{}", encoding="utf-8")
+    verify_model(tmp_path)
+    tmp_path.joinpath("consolidated.safetensors").rename(tmp_path / "weights.pt")
+    verify_model(tmp_path)  # which vLLM takes where there is nothing else
+
+
 def _write_config(folder: Path, config: dict[str, Any]) -> Path:
     folder.joinpath("config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
@@ -344,7 +361,7 @@ def _write_config(folder: Path, config: dict[str, Any]) -> Path:
 def test_odd_head_size_is_refused(llama: Path, tmp_path: Path) -> None:
     config = json.loads(llama.joinpath("config.json").read_text(encoding="utf-8"))
     _write_config(tmp_path, {**config, "head_dim": 20})
-    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*head_size.*remedy"):
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*head_size.*, got 20 \(remedy"):
         configure(tmp_path, skip_tokenizer_init=True)
 
 

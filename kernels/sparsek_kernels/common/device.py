@@ -38,6 +38,9 @@ current_stream: Callable[[int], int] = getattr(
     lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
 
+REFUSALS = (TypeError, ValueError, AttributeError, SystemError)
+"""What replays raise where Triton's launchers, no public interface, do not take the arguments."""
+
 
 def on_device(
     values: Sequence[int] | torch.Tensor, dtype: torch.dtype, device: torch.device
@@ -53,6 +56,7 @@ def captures(device: torch.device) -> bool:
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -61,12 +65,11 @@ def transformed() -> bool:
     return _transforms() or forward_ad._current_level >= 0
 
 
-def plain(x: torch.Tensor) -> bool:
-    """Whether ``x`` is what it seems: no subclass, and nothing traces or transforms its calls."""
+def plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether these hold what they seem to, and nothing traces or transforms calls."""
     return (
-        type(x) is torch.Tensor
-        and not x.is_meta
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and all(x is None or (type(x) is torch.Tensor and not x.is_meta) for x in tensors)
         and not dispatch_modes()
         and not transformed()
     )

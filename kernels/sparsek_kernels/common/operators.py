@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch._library.custom_ops import CustomOpDef
-from torch.autograd.function import once_differentiable
 
 from sparsek_kernels.checks import FLOAT_DTYPES
 from sparsek_kernels.common.precision import compute_dtype
@@ -32,7 +31,7 @@ class Direct:
         implementation: takes tensors, lists of tensors and other values; returns a tuple of
             tensors, or a list, whose gradients ``backward`` then takes as one list.
         setup_context: as ``register_autograd`` takes it.
-        backward: the same; differentiable once.
+        backward: the same; with gradients enabled where a graph of it is made.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class _Direct(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         flat: list[Any] = [None, None]
         given = ([*grads],) if ctx.is_list else grads

@@ -37,7 +37,7 @@ _state = threading.local()
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel``; a recording of this thread that is going on keeps the launch."""
-    if getattr(_state, "compiles", False):
+    if compiles():
         kernel.warmup(*args, grid=grid, **options)
         return
     compiled = kernel[grid](*args, **options)
@@ -55,6 +55,11 @@ def compiling(threads: int) -> Iterator[None]:
             yield
         finally:
             _state.compiles = False
+
+
+def compiles() -> bool:
+    """Whether :func:`run` launches nothing in this thread, within :func:`compiling`."""
+    return getattr(_state, "compiles", False)
 
 
 @contextmanager

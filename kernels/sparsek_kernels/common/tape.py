@@ -2,9 +2,9 @@
 
 A pass of a sparse layer allocates some thirty tensors, runs a few torch operations and launches ten
 kernels.  From Python that takes longer than the kernels of a short sequence.  What it does follows
-from how its tensors lie, so the next pass of the same kind repeats it::
+from how its tensors lie, so the second pass of a kind is recorded, and later ones repeat it::
 
-    out, lse = replayed((q, k, v), options, compute)    # compute() is called once for each kind
+    out, lse = replayed((q, k, v), options, compute)    # compute() is called twice for each kind
 
 ``compute`` must not look at what tensors hold.  Its results are tensors that it allocated.
 """
@@ -13,16 +13,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsek_kernels.common.device import current_device, current_stream, dispatch_modes
+from sparsek_kernels.common.device import (
+    REFUSALS,
+    autocasts,
+    current_device,
+    current_stream,
+    dispatch_modes,
+)
 from sparsek_kernels.common.recording import (
     Launch,
     Recording,
+    compiles,
     has_launch_hook,
     recording,
     storage_of,
@@ -105,7 +113,7 @@ class _Tape(TorchDispatchMode):
             return found
         storages = {storage_of(x) for x in args if isinstance(x, torch.Tensor)}
         in_place = any(id(x) in self._slots for x in results)
-        is_view = not in_place and storage_of(results[0]) in storages
+        is_view = not in_place and not storages.isdisjoint(map(storage_of, results))
         reads: set[int] = set()
         given = [self._slotted(x, reads) for x in args]
         options = {name: self._slotted(x, reads) for name, x in (kwargs or {}).items()}
@@ -193,8 +201,9 @@ class _Replay:
         return tuple(tensors[x] for x in self._results)
 
 
-_replays: dict[Hashable, _Replay | None] = {}
-"""By kind of call; ``None`` for one that cannot be replayed."""
+_replays: dict[Hashable, _Replay | Literal[False] | None] = {}
+"""By kind of call; ``None`` for one that cannot be replayed, ``False`` for one that was seen once:
+a length that never comes again is not worth a recording."""
 
 
 def replayed(
@@ -210,7 +219,7 @@ def replayed(
     """
     device = current_device()
     different: dict[Hashable, torch.Tensor] = {}
-    kinds: list[Hashable] = [device, options]
+    kinds: list[Hashable] = [device, options, autocasts()]
     for x in tensors:
         if x is None:
             kinds.append(None)
@@ -222,24 +231,33 @@ def replayed(
         known = place in different
         kinds += (list(different).index(place),) if known else (*place[1:], address % 16)
         different.setdefault(place, x)
-    if dispatch_modes() or has_launch_hook() or torch.cuda.is_current_stream_capturing():
+    if (
+        dispatch_modes()
+        or has_launch_hook()
+        or compiles()
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return compute()
     key = tuple(kinds)
     given = [*different.values()]
-    found = _replays.get(key)
-    if found is not None:
+    if key not in _replays:
+        if len(_replays) >= _MOST_TAPES:
+            _replays.clear()
+        _replays[key] = False
+        return compute()
+    found = _replays[key]
+    if found:
         try:
             return found(given, device)
-        except (TypeError, ValueError, AttributeError, SystemError) as error:
-            # Triton's launchers are no public interface.
+        except REFUSALS as error:
             logger.warning("no replay, which costs host time: Triton's launcher says %s", error)
             _replays[key] = None
-    if key in _replays:
-        return compute()
-    if len(_replays) >= _MOST_TAPES:
-        _replays.clear()
-    results, _replays[key] = recorded(given, compute)
-    return results
+    if found is False:
+        _replays[key] = None
+        with suppress(torch.OutOfMemoryError):  # all scratch stays alive while it is recorded
+            results, _replays[key] = recorded(given, compute)
+            return results
+    return compute()
 
 
 def recorded(

@@ -81,7 +81,7 @@ def nsa_compress(
         if k.shape[0] != 1:
             raise ValueError(f"k: expected batch size 1 with cu_seqlens, got {k.shape[0]}")
         check_sequences(cu_seqlens, k.shape[1], k.device)
-    pool = ops.mean_pool_directly if plain(k) else ops.mean_pool
+    pool = ops.mean_pool_directly if plain(k, v, cu_seqlens) else ops.mean_pool
     if phi_k is None and phi_v is None:
         k_cmp, v_cmp = pool([k, v], cu_seqlens, spec.as_list())
         return k_cmp, v_cmp
@@ -386,7 +386,7 @@ def nsa_attention(
         raise ValueError(
             f"k_swa: expected {q.shape[1]} tokens{'' if packed else ' or more'}, got {tokens}"
         )
-    direct = plain(q)
+    direct = plain(q, k, v, *gates, k_cmp, v_cmp, k_swa, v_swa, block_indices, cu_seqlens)
     # One operator computes the gradient of the gated sum, so the branches record none.
     query = q.detach()
     # The sliding branch is first: the GPU is busy with it while the host prepares the others.

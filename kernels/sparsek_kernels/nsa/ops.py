@@ -54,6 +54,11 @@ def _replayed(
         return replayed(read, options, compute)
 
 
+def _unwatched(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient may pass the dispatcher by, which refuses to differentiate it again."""
+    return not torch.is_grad_enabled() and plain(*tensors)
+
+
 def _new_indices(q: torch.Tensor, k_cmp: torch.Tensor, top_n: int) -> torch.Tensor:
     shape = (q.shape[0], q.shape[1], k_cmp.shape[2], top_n)
     return torch.empty(shape, dtype=torch.int32, device=q.device)
@@ -118,7 +123,7 @@ def _mean_pool_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
 
 def _mean_pool_backward(ctx: Any, douts: list[torch.Tensor]) -> tuple[Any, ...]:
     (cu_seqlens,) = ctx.saved_tensors
-    compute = _mean_pool_bwd if plain(douts[0]) else mean_pool_bwd
+    compute = _mean_pool_bwd if _unwatched(*douts, cu_seqlens) else mean_pool_bwd
     return compute(douts, ctx.num_tokens, cu_seqlens, ctx.spec), None, None
 
 
@@ -375,9 +380,10 @@ def _branches_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 def _branches_backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     if dout is None:
         return ([None] * 2, [None] * 2, [None] * 3, None, [None] * 3, [None] * 3, *[None] * 6)
-    q, block_indices, cu_seqlens, index, *lists = ctx.saved_tensors
+    saved = ctx.saved_tensors  # asked for once: hooks may bring them back
+    q, block_indices, cu_seqlens, index, *lists = saved
     outs, lses, gates, keys, values = (lists[i : i + 3] for i in range(0, 15, 3))
-    compute = _branches_bwd if plain(dout) else branches_bwd
+    compute = _branches_bwd if _unwatched(dout, *saved) else branches_bwd
     dq, dkeys, dvalues, dgates = compute(
         dout, index, outs, lses, gates, q, keys, values, block_indices, ctx.seq_len, cu_seqlens,
         *ctx.scalars,

@@ -17,7 +17,7 @@ from operator import is_
 
 import torch
 
-from sparsek_kernels.common.device import current_device, dispatch_modes
+from sparsek_kernels.common.device import REFUSALS, current_device, dispatch_modes
 from sparsek_kernels.common.recording import Replay, Tensors, has_launch_hook, recording
 from sparsek_kernels.paged.batch import ALIGNMENT
 from sparsek_kernels.paged.operands import Located
@@ -83,7 +83,7 @@ class ReplayableCall:
         stream = take_turns(self.located.device)
         try:
             found.launch(self.located.addresses, stream)
-        except (TypeError, ValueError, AttributeError, SystemError) as error:
+        except REFUSALS as error:
             _refused.append(f"Triton says {error}")
             self.replays[self.key] = None
             _count(_refused[0])

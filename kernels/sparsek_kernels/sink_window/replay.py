@@ -7,27 +7,31 @@ therefore replayed: two allocations and one launch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from sparsek_kernels.common.device import current_device, dispatch_modes, transformed
+from sparsek_kernels.common.device import REFUSALS, current_device, dispatch_modes, transformed
 from sparsek_kernels.sink_window.spec import MOST_SEQUENCES
 
 if TYPE_CHECKING:
     from sparsek_kernels.common.recording import Replay, Tensors
 
+logger = logging.getLogger(__name__)
+
 _MAX_REMEMBERED = 512
-_replays: dict[Hashable, Replay] = {}
+_replays: dict[Hashable, Replay | None] = {}
+"""By key; ``None`` where Triton's launcher refused."""
 
 
 def replay_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Hashable
 ) -> Hashable | None:
     """The key of a call's launch, or ``None`` for a call that must be checked and analysed."""
-    if type(q) is not torch.Tensor or not q.is_cuda:
+    if not (type(q) is type(k) is type(v) is torch.Tensor and q.is_cuda):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
@@ -50,14 +54,19 @@ def replay_key(
 def replay(
     key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-    """Run a remembered launch on new tensors; ``None`` when ``key`` is new."""
+    """Run a remembered launch on new tensors; ``None`` when ``key`` is new, or was refused."""
     found = _replays.get(key)
     if found is None:
         return None
     out, lse = q.new_empty(q.shape), None
     if return_lse:
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    found((out, lse, q, k, v), q.get_device())
+    try:
+        found((out, lse, q, k, v), q.get_device())
+    except REFUSALS as error:
+        logger.warning("no replay, which costs host time: Triton's launcher says %s", error)
+        _replays[key] = None
+        return None
     return out if lse is None else (out, lse)
 
 
@@ -73,7 +82,7 @@ def remembered(key: Hashable, tensors: Tensors) -> Iterator[None]:
     with recording(tensors) as record:
         yield
     launches = record.finish()
-    if launches is None or has_launch_hook():
+    if launches is None or has_launch_hook() or key in _replays:
         return
     if len(_replays) >= _MAX_REMEMBERED:
         _replays.clear()

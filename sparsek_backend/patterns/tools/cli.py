@@ -73,7 +73,9 @@ class Goal:
 @dataclass(frozen=True)
 class Way:
     heads: Annotated[str, typer.Option(help="Who shares a pattern: kv, query or all.")] = "kv"
-    measure: Annotated[str, typer.Option(help="mass, l1 or l2.")] = "l2"
+    measure: Annotated[
+        str, typer.Option(help="What a block matters by: mass (attention), or l1 or l2 (output).")
+    ] = "l2"
     samples: Annotated[int, typer.Option(help="Queries of each block that are looked at.")] = 4
 
 
@@ -98,7 +100,7 @@ def learn(
         ),
     ] = False,
 ) -> None:
-    """Learn a pattern for every layer of a model from what it attends in texts."""
+    """Learn a pattern for each layer from what a model attends."""
     with _mendable():
         check_each("--preset", [goal.preset], PRESETS)
         check_each("--heads", [way.heads], get_args(Heads))
@@ -185,7 +187,7 @@ def stats(
     head_dim: HeadDim = 64,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with histograms.")] = False,
 ) -> None:
-    """Density, blocks per row, importance, bytes and FLOPs of every layer."""
+    """Print density, blocks per row, bytes and FLOPs by layer."""
     with _mendable():
         patterns = read_patterns(file, block_size=block_size)
         layers = patterns.patterns.items()
@@ -210,7 +212,7 @@ def convert(
     head: Annotated[int, typer.Option(help="The pattern of an .npz file.")] = 0,
     block_size: BlockSize = None,
 ) -> None:
-    """Convert between files of a model, of one layer, and scipy matrices."""
+    """Convert between files of a model, a layer, and scipy."""
     with _mendable():
         write_patterns(read_patterns(file, block_size=block_size), out, layer=layer, head=head)
     typer.echo(f"wrote {out}")

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from sparsek_backend.vllm_backend.checks import refuse_quantised_output
 from sparsek_backend.vllm_backend.engine import current_engine
-from sparsek_backend.vllm_backend.settings import nsa_section
+from sparsek_backend.vllm_backend.settings import first_layer, nsa_section
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_backend.vllm_backend.step import StepMetadata
 from sparsek_kernels.nsa.paged.api import dummy_run, nsa_paged_attention
@@ -56,7 +56,9 @@ class NSAImpl(AttentionImpl):
         self.config = nsa_section(self._engine.resolved)
         self._make_compression = make_compression
         self._compression: Compression | None = None
-        self._max_model_len: int = get_current_vllm_config().model_config.max_model_len
+        config = get_current_vllm_config()
+        self.first_layer = first_layer(config)  # of its model, which may be a draft
+        self._max_model_len: int = config.model_config.max_model_len
         self._pages: NSAPages | None = None
         self._pages_key: tuple[int, tuple[int, ...]] | None = None
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsek_backend.vllm_backend.accounting import Positions, nsa_attended, query_positions
 from sparsek_backend.vllm_backend.keys import Keys
@@ -33,7 +32,7 @@ class NSAMetadataBuilder(StepBuilder):
         check_page_size(resolved, spec.block_size)
         tail = tail_elements(self.config, spec.num_kv_heads, spec.block_size, spec.head_size)
         share = tail / (spec.num_kv_heads * spec.block_size * 2 * spec.head_size)
-        indices = [extract_layer_index(name) for name in layer_names]
+        indices = list(self.indices.values())
         logger.info_once(
             describe_nsa_layers(indices, self.config, spec.block_size, device.type, share)
         )
@@ -41,7 +40,11 @@ class NSAMetadataBuilder(StepBuilder):
     def assemble(self, common: Any) -> StepMetadata:
         """Translate vLLM's metadata; compressed keys count as attended."""
         batch = build_batch(
-            common, self.reorder_batch_threshold or 1, self.on_host, gathers_prefills=True
+            common,
+            self.reorder_batch_threshold or 1,
+            self.on_host,
+            gathers_prefills=True,
+            lacking=self.lacking,
         )
         position = query_positions(batch.seq_lens, batch.query_lens)
         decodes, layers = batch.paged.num_decode_tokens, len(self.counted_layers)

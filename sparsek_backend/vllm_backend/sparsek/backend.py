@@ -168,18 +168,20 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
     def validate_configuration(cls, **selection: Any) -> list[str]:
         """Return why a configuration cannot be served, each reason with its remedy.
 
-        The remedy belongs to the first argument that, changed alone, takes the reason away.
+        Value and remedy are of the first argument that, changed alone, takes the reason away.
         """
         reasons_for = super().validate_configuration
 
-        def remedy(reason: str) -> str:
+        def explained(reason: str) -> str:
             for name, (served, text) in REMEDIES.items():
                 changed = {**selection, name: served}
                 if name in selection and reason not in reasons_for(**changed):
-                    return text
-            return LEAVE
+                    value = selection[name]
+                    said = isinstance(value, bool) or str(value) in reason
+                    return f"{reason}{'' if said else f', got {value}'} (remedy: {text})"
+            return f"{reason} (remedy: {LEAVE})"
 
-        return [f"{reason} (remedy: {remedy(reason)})" for reason in reasons_for(**selection)]
+        return [explained(reason) for reason in reasons_for(**selection)]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

@@ -12,7 +12,6 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from sparsek_backend.vllm_backend import compat
@@ -25,7 +24,7 @@ from sparsek_backend.vllm_backend.report import (
     describe_layers,
     describe_model_selection,
 )
-from sparsek_backend.vllm_backend.settings import check_page_size, lacking_tokens
+from sparsek_backend.vllm_backend.settings import check_page_size
 from sparsek_backend.vllm_backend.step import Batch, Int64, StepBuilder, StepMetadata, build_batch
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
@@ -77,12 +76,10 @@ class SparseKMetadataBuilder(StepBuilder):
             1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
         self.layers = get_layers_from_vllm_config(vllm_config, Attention)
-        self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
+        self._bind_layers(kv_cache_spec, layer_names, vllm_config)
         self.longest = min(vllm_config.model_config.max_model_len, 1 << 18)
         self.everything = Accounting(StepPolicy.of(SelectionPolicy()), self.longest)
         self.page_size = kv_cache_spec.block_size
-        self.exempts_last = any(policy.prefill.dense_last for policy in self.policies)
-        self.asks_prompts = any(policy.of_ends.dense_last for policy in self.policies)
         self.splits_steps = vllm_config.parallel_config.use_ubatching
         self.captured_decodes = may_capture_decodes(vllm_config, device)
         self.context_ranks = _context_ranks(kv_cache_spec, vllm_config.parallel_config)
@@ -103,8 +100,8 @@ class SparseKMetadataBuilder(StepBuilder):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
-    def _bind_layers(self, spec: Any, layer_names: list[str], vllm_config: Any) -> set[StepPolicy]:
-        """Fix what every layer attends; returns all that there is of it."""
+    def _bind_layers(self, spec: Any, layer_names: list[str], vllm_config: Any) -> None:
+        """Fix what every layer attends."""
         if compat.is_full_attention(spec):
             check_page_size(self.resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
@@ -113,21 +110,32 @@ class SparseKMetadataBuilder(StepBuilder):
         every_layer = vllm_config.compilation_config.static_forward_context
         groups: dict[LayerKind, list[int]] = {}
         for name, layer in layers.items():
-            impl = layer.impl
-            index = impl.first_layer + extract_layer_index(name)
+            impl, index = layer.impl, self.indices[name]
             owner = every_layer[impl.kv_sharing_target_layer_name or name]
             whole = compat.attends_whole_context(layer, spec)
             policy = impl.bind(index, spec.block_size, whole, owner.impl, self.device)
             version = None if impl.flash is None else impl.flash.version
             kind = LayerKind(policy, impl.fallback_reason, version, impl.has_fp8_cache)
             groups.setdefault(kind, []).append(index)
-        first = min((x for members in groups.values() for x in members), default=0)
-        self.lacking = lacking_tokens(vllm_config, first)  # of steps of a draft alone
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
             decode_len = self.reorder_batch_threshold or 1
             warm_up(layers.values(), spec, vllm_config, self.device, decode_len, self.rotation)
-        return {kind.policy for kind in groups}
+
+    @cached_property
+    def policies(self) -> set[StepPolicy]:
+        """What the group's layers attend, to be asked for from a first step on."""
+        return {self.layers[name].impl.policy for name in self.layer_names}
+
+    @cached_property
+    def exempts_last(self) -> bool:
+        """Whether any of them attends the last tokens of prompts whole."""
+        return any(policy.prefill.dense_last for policy in self.policies)
+
+    @cached_property
+    def asks_prompts(self) -> bool:
+        """Whether any of them tells what is left of a prompt from an answer."""
+        return any(policy.of_ends.dense_last for policy in self.policies)
 
     def _report_layers(self, groups: dict[LayerKind, list[int]], spec: Any, model: Any) -> None:
         """Log what each group of layers attends, and by which kernels."""

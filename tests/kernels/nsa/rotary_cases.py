@@ -1,4 +1,4 @@
-"""The rotary embedding in one kernel against fp64, there and back."""
+"""The rotary embedding in one kernel against fp64, there and back, however far heads lie apart."""
 
 from __future__ import annotations
 
@@ -27,4 +27,18 @@ def run_rotary(device: str) -> int:
                     rotate_into(found, *given, sign)
                     judge.error(f"rotated by {sign}", found.cpu(), plain, exact)
             failed += judge.failed
-    return failed
+    return failed + _run_far_heads(device)
+
+
+def _run_far_heads(device: str) -> int:
+    """Heads more than 2^31 elements apart, of memory that is hardly touched."""
+    judge = Judge("rotary of far heads")
+    apart = (1 << 30) + 64
+    memory = torch.empty(2 * apart + 128, dtype=torch.float16, device=device)
+    x = memory.as_strided((1, 2, 3, 64), (0, 64, apart, 1)).copy_(torch.randn(1, 2, 3, 64))
+    positions, freqs = torch.arange(2), rotary_frequencies(64, 10000.0)
+    found = torch.empty(x.shape, dtype=x.dtype, device=device)
+    rotate_into(found, x, positions.to(device), freqs.to(device), 1)
+    plain, exact = (rotate(given, positions, freqs) for given in (x.cpu(), x.cpu().double()))
+    judge.error("rotated", found.cpu(), plain, exact)
+    return judge.failed

@@ -17,7 +17,9 @@ from sparsek_kernels.nsa.api import (
 )
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.compressed.launch_sm90 import query_segments
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import ProblemShape, select_config
+from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.selected.index import sort_selection
 from sparsek_kernels.nsa.selected.problem import MAX_CHUNKS, SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
@@ -271,3 +273,19 @@ def test_an_index_of_more_chunks_than_it_has_room_for_is_refused() -> None:
     problem = replace(problem, tuned=replace(problem.config, index_rows=10))
     with pytest.raises(ValueError, match="tuned: expected index_rows of 11 or more, got 10"):
         sort_selection(problem, problem.new_index())
+
+
+def test_scores_of_all_tokens_share_one_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that is recorded keeps what it allocates, so it must not allocate for each launch."""
+    seen: list[tuple[int, ...]] = []
+
+    def note(scores: torch.Tensor) -> None:
+        seen.append((scores.data_ptr(), *scores.shape))
+
+    monkeypatch.setattr(launch_select, "score", lambda *given: note(given[2]))
+    monkeypatch.setattr(launch_select, "choose", lambda *given: note(given[1]))
+    monkeypatch.setattr(launch_select, "_SCRATCH_SCORES", 1)
+    monkeypatch.setattr(launch_select, "_LEAST_ROWS", 32)
+    problem = CompressedProblem(Q, CMP, CMP, 70, None, NSASpec(), 1.0)
+    launch_select.select(problem, torch.zeros(1, 4, 70), torch.empty(1, 70, 2, 16).int())
+    assert seen == [(seen[0][0], 1, rows, 2, 64) for rows in (32, 32, 6) for _ in range(2)]

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
-from sparsek_kernels.nsa import launches, ops, torch_path
+from sparsek_kernels import nsa_attention, nsa_compress
+from sparsek_kernels.nsa import api, launches, ops, torch_path
+from sparsek_kernels.nsa.compress import launch_rotary, rotary
 from tests.devices import spy_on_guards
 from tests.kernels.nsa.conftest import make_problem
 
@@ -120,3 +123,67 @@ def test_launches_and_torch_operations_have_the_same_signatures() -> None:
             inspect.signature(getattr(x, name)).parameters for x in (launches, torch_path)
         )
         assert launch == plain, name
+
+
+class Wrapped(torch.Tensor):
+    """A subclass, as of what a collective has yet to fill: its address may be none."""
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g_cmp", "g_slc", "g_swa", "cu_seqlens"])
+def test_subclasses_go_through_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_problem(TOKENS, dtype=torch.float32)
+    given: dict[str, Any] = dict(
+        zip(("q", "k", "v", "g_cmp", "g_slc", "g_swa"), case.leaves(), strict=True)
+    )
+    given["cu_seqlens"] = torch.tensor([0, 9, TOKENS], dtype=torch.int32)
+    given[name] = given[name].as_subclass(Wrapped)
+    for each in ("compressed_select_directly", "branches_directly", "selected_gated_directly"):
+        monkeypatch.setattr(ops, each, None)
+    monkeypatch.setattr(ops, "_branches_bwd", None)
+    if name in ("k", "v", "cu_seqlens"):
+        monkeypatch.setattr(ops, "mean_pool_directly", None)
+    nsa_attention(**given).sum().backward()
+    with torch.no_grad():
+        nsa_attention(**given)
+    nsa_compress(given["k"], given["v"], cu_seqlens=given["cu_seqlens"])
+
+
+def test_a_gradient_that_is_watched_is_rotated_by_torch_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signs = []
+    monkeypatch.setattr(rotary, "runs_kernels", lambda _: True)
+    monkeypatch.setattr(launch_rotary, "rotate_into", lambda *given: signs.append(given[4]))
+    x, dout = torch.randn(2, 1, 5, 2, 8)
+    positions, frequencies = torch.arange(5), rotary.rotary_frequencies(8, 10000.0)
+    out = rotary.rotate(x.requires_grad_(), positions, frequencies)
+    with FlopCounterMode(display=False):
+        (grad,) = torch.autograd.grad(out, x, dout)
+        wanted = rotary.rotate(dout, -positions, frequencies)
+    assert signs == [1]
+    torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("function", [nsa_attention, nsa_compress])
+def test_second_derivatives_are_refused(
+    function: Any, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "plain", lambda *_: plain)
+    given = make_problem(TOKENS, dtype=torch.float32).leaves()
+    given = given if function is nsa_attention else given[1:3]
+
+    def cubes(*leaves: torch.Tensor) -> torch.Tensor:
+        found = function(*leaves)
+        return (found if function is nsa_attention else found[0]).pow(3).sum()
+
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        torch.autograd.functional.hvp(cubes, tuple(given), tuple(given))
+
+
+def test_shapes_follow_without_data() -> None:
+    leaves = [x.to("meta") for x in make_problem(TOKENS, dtype=torch.float32).leaves()]
+    k_cmp, v_cmp = nsa_compress(*leaves[1:3])
+    out = nsa_attention(*leaves, k_cmp=k_cmp, v_cmp=v_cmp)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert [x.shape for x in (out, *grads)] == [x.shape for x in (leaves[0], *leaves)]

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from sparsek_kernels.common.alignment import copyable
-from sparsek_kernels.sink_window import launch_sm90
+from sparsek_kernels.common.recording import run
+from sparsek_kernels.sink_window import launch_sm90, replay
 from sparsek_kernels.sink_window.config import ProblemShape, select_config
 from sparsek_kernels.sink_window.kernels.fwd_small_sm90 import sink_window_hopper_small_kernel
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
+from tests.kernels.spied import SpiedKernel
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -46,3 +48,19 @@ def test_copies_need_aligned_heads() -> None:
     assert not copyable(torch.zeros(1, 10, 3, 68, dtype=torch.float16)[..., :64])
     assert copyable(torch.zeros(1, 10, 3, 68)[..., :64])  # rows of 17 times 16 bytes
     assert not copyable(x[..., 1:])
+
+
+def test_a_launcher_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def refuse(*given: object) -> None:
+        asked.append(given)
+        raise TypeError("function takes 17 arguments")
+
+    monkeypatch.setattr(replay, "_replays", {"key": refuse})
+    x = torch.zeros(1, 3, 2, 16)
+    for _ in range(2):
+        assert replay.replay("key", x, x, x, True) is None
+        with replay.remembered("key", (x,)):
+            run(SpiedKernel("kernel", ["x"], []), (1,), x)
+    assert len(asked) == 1

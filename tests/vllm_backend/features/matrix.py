@@ -324,8 +324,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "NixlConnector (prefill and decoding by two engines)",
             "features/test_nixl.py::test_pages_of_another_engine",
             f"{NOT_SERVED}::test_page_sizes_of_two_engines",
-            note="both with the page size that vLLM chooses; tested with one rank each, where the "
-            "package `nixl` is installed",
+            note="both with the same settings and the page size that vLLM chooses; tested with one "
+            "rank each, where the package `nixl` is installed",
         ),
         refused(
             "LMCache",

@@ -31,7 +31,9 @@ def rotary_frequencies(
     return torch.pow(base, -index / half)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, sign: int = 1
+) -> torch.Tensor:
     """Rotate the pairs ``(x[i], x[i + D / 2])`` by ``position * frequencies[i]``; differentiable.
 
     One kernel on CUDA; torch operations elsewhere, and where a compiler or a transform traces them.
@@ -40,14 +42,16 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) 
         x: ``[B, N, H, D]``, any floating dtype; computed in the dtype of ``frequencies``.
         positions: ``[N]`` or ``[B, N]`` integers; negative ones rotate back.
         frequencies: ``[D / 2]`` of :func:`rotary_frequencies`.
+        sign: 1, or -1 to rotate by negative positions.
 
     Returns:
         The rotated tensor in the dtype of ``x``.
     """
     if runs_kernels(x) and plain(x):
-        return _Rotation.rotate(x, positions, frequencies, 1)
+        rotated: torch.Tensor = _Rotation.apply(x, positions, frequencies, sign)  # type: ignore[no-untyped-call]
+        return rotated
     compute = frequencies.dtype
-    angle = positions.to(compute)[..., None] * frequencies  # [(B,) N, D / 2]
+    angle = (sign * positions).to(compute)[..., None] * frequencies  # [(B,) N, D / 2]
     cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
     first, second = x.to(compute).split(x.shape[-1] // 2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -72,10 +76,5 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Rotation.rotate(dout, *ctx.saved_tensors, -ctx.sign), None, None, None
-
-    @classmethod
-    def rotate(cls, *inputs: Any) -> torch.Tensor:
-        """``apply``, which has no types."""
-        rotated: torch.Tensor = cls.apply(*inputs)  # type: ignore[no-untyped-call]
-        return rotated
+        positions, frequencies = ctx.saved_tensors
+        return rotate(dout, positions, frequencies, -ctx.sign), None, None, None

@@ -40,18 +40,20 @@ def select(problem: CompressedProblem, lse: torch.Tensor, block_indices: torch.T
     heads, pitch = shape.num_kv_heads, score_pitch(spec.num_selectable(problem.seq_len))
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     scored = free > 0 and problem.k_cmp.shape[1] > 0
-    step = max(_SCRATCH_SCORES // (shape.batch * heads * pitch), _LEAST_ROWS)
+    per_row = shape.batch * heads * pitch
+    step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
     lse = lse.contiguous()
     token_seq, cu_seqlens = problem.token_seq, problem.cu_seqlens
+    scratch = torch.empty(step * per_row if scored else 1, dtype=torch.float32, device=lse.device)
     for first in range(0, shape.num_q, step):
-        size = (shape.batch, min(step, shape.num_q - first), heads, pitch)
+        rows = min(step, shape.num_q - first)
+        size = (shape.batch, rows, heads, pitch)
         if scored:
-            scores = torch.empty(size, dtype=torch.float32, device=lse.device)
+            scores = scratch[: rows * per_row].view(size)
             score(problem, lse, scores, first)
         else:  # every block is forced
-            scores = lse.new_empty(1).expand(size)
+            scores = scratch.expand(size)
         choose(block_indices, scores, token_seq, cu_seqlens, spec, first, problem.offset)
-        del scores  # the next rows reuse its memory
 
 
 def _hopper_tile(problem: CompressedProblem) -> TileConfig | None:

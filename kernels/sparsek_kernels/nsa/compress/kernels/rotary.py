@@ -26,7 +26,8 @@ def nsa_rotary_kernel(
     angle = (position * sign).to(tl.float32)[:, None] * frequency[None, :]  # [BLOCK_T, BLOCK_D]
     cos, sin = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]
     mask = mask_t[:, None, None] & (offs_h < num_heads)[None, :, None] & mask_d[None, None, :]
-    x_row = batch * stride_xb + token[:, None] * stride_xt + offs_h[None, :] * stride_xh
+    head = offs_h.to(tl.int64)
+    x_row = batch * stride_xb + token[:, None] * stride_xt + head[None, :] * stride_xh
     x_ptrs = x_ptr + x_row[:, :, None] + offs_d[None, None, :] * stride_xd
     first = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_H, BLOCK_D]
     second = tl.load(x_ptrs + HALF * stride_xd, mask=mask, other=0.0).to(tl.float32)
