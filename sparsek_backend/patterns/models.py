@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 
 from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.pattern import BlockSparsePattern
@@ -146,7 +147,7 @@ def learned_patterns(
     Raises:
         NotImplementedError: the model has no layer that calls Transformers' attention functions.
     """
-    config = model.config.get_text_config()
+    layers, config = layers_by_index(model), model.config.get_text_config()
     num_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     return {
@@ -154,7 +155,7 @@ def learned_patterns(
             num_heads, kv_heads, num_tokens, block_size,
             heads=heads, importance=importance, gates=gates,
         ).to(model.device)
-        for layer in layers_by_index(model)
+        for layer in layers
     }  # fmt: skip
 
 
@@ -166,8 +167,9 @@ def layers_by_index(model: Any) -> dict[int, list[torch.nn.Module]]:
     """
     found: dict[int, list[torch.nn.Module]] = {}
     for layer in attention_layers(model, text_config(model.config)).values():
-        if hasattr(layer, "layer_idx"):
-            found.setdefault(cast(int, layer.layer_idx), []).append(layer)
+        index = getattr(layer, "layer_idx", None)
+        if isinstance(index, int) and index >= 0:  # below: layers share it
+            found.setdefault(index, []).append(layer)
     if not found:
         raise NotImplementedError(
             f"model: {type(model).__name__} has no numbered layer that calls an attention function "
@@ -271,17 +273,22 @@ def _attention(
             "the model's own code"
         )
     check_keywords({name: x for name, x in kwargs.items() if name not in _SERVED})
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # a pad of nothing would copy
+        widest = max(q.shape[-1], width)
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     chosen = None
     if isinstance(active, _Observed):
         active.observers[layer](q, k, v, scaling)
     else:
         chosen = active.get(layer)
     if isinstance(chosen, LearnedPattern):
-        return chosen.train(module.training)(q, k, v, scaling), None
+        return chosen.train(module.training)(q, k, v, scaling)[..., :width], None
     if chosen is not None:
         out = block_sparse_attention(q, k, v, chosen, causal=True, softmax_scale=scaling)
-        return cast(torch.Tensor, out), None
+        return cast(torch.Tensor, out)[..., :width], None
     dense: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, None, scaling=scaling, **kwargs | {"is_causal": True}
     )

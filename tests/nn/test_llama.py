@@ -168,6 +168,16 @@ def test_a_section_that_no_checkpoint_could_have_is_refused(section: Any) -> Non
         replace(make().config, nsa=section)
 
 
+def test_a_model_without_weights_tells_its_shapes() -> None:
+    with torch.device("meta"):
+        model = NSALlamaForCausalLM(make().config)
+        loss, logits = model(torch.zeros(2, 60, dtype=torch.long), labels=torch.zeros(2, 60).long())
+    assert logits.shape == (2, 60, model.config.vocab_size)
+    loss.backward()
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    assert weight.grad.shape == weight.shape
+
+
 def test_an_interrupted_save_leaves_the_weights_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

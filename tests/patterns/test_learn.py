@@ -240,12 +240,28 @@ def test_layers_without_attention_have_no_pattern() -> None:
         pass
 
 
-def test_models_that_call_no_attention_function_are_refused() -> None:
+def test_values_of_another_width_than_keys() -> None:
     architectures = pytest.importorskip("tests.transformers_op.architectures")
-    model = architectures.make("bloom", "eager")
-    refused = pytest.raises(NotImplementedError, match="BloomForCausalLM has no numbered layer")
+    model, ids = architectures.make("deepseek_v3", "eager"), torch.arange(3, 67)[None]
+    whole = learn_model_patterns(model, [ids], block_size=16, sparsity=0.0)
+    near = dict.fromkeys(whole.patterns, BlockSparsePattern.local((4, 4), 16, window=1))
+    with torch.no_grad():
+        dense = model(ids, use_cache=False).logits
+        with attend_patterns(model, whole.patterns):
+            torch.testing.assert_close(model(ids).logits, dense, atol=1e-4, rtol=1e-4)
+        with attend_patterns(model, near):
+            assert not torch.allclose(model(ids).logits, dense, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba", "zamba2"])
+def test_models_without_numbered_layers_that_attend_are_refused(name: str) -> None:
+    architectures = pytest.importorskip("tests.transformers_op.architectures")
+    model, ids = architectures.make(name, "eager"), torch.full((1, 64), 5)
+    refused = pytest.raises(NotImplementedError, match="ForCausalLM has no numbered layer")
     with refused, attend_patterns(model, {0: BlockSparsePattern.local((4, 4), 16, window=1)}):
         pass
+    with refused:
+        learn_model_patterns(model, [ids], block_size=16, sparsity=0.5)
 
 
 ((Q, K, V),) = samples(count=1)
