@@ -11,14 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sparsek_backend.config import (
-    ConfigError,
-    ResolvedConfig,
-    SparsityConfig,
-    check_dense_layers,
-    describe_idle_settings,
-    resolve_config,
-)
+from sparsek_backend.config import ConfigError, ResolvedConfig, SparsityConfig, resolve_config
+from sparsek_backend.config_effects import check_dense_layers, describe_idle_settings
 from sparsek_backend.transformers_op.layers import NAME, attention_layers, ignored_because
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM

@@ -11,13 +11,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
-from sparsek_backend.config import (
-    DEFAULTS,
-    ConfigError,
-    ResolvedConfig,
-    check_dense_layers,
-    describe_idle_settings,
-)
+from sparsek_backend.config import DEFAULTS, ConfigError, ResolvedConfig
+from sparsek_backend.config_effects import check_dense_layers, describe_idle_settings
 from sparsek_backend.infllm import MODEL_CONFIG
 from sparsek_backend.models import verify_model
 from sparsek_kernels.paged.policy import CELL

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_backend.config import describe_idle_settings, resolve_config
+from sparsek_backend.config import resolve_config
+from sparsek_backend.config_effects import describe_idle_settings
 from sparsek_backend.vllm_backend.accounting import Accounting, query_positions
 from sparsek_backend.vllm_backend.keys import Keys
 from sparsek_backend.vllm_backend.report import (
