@@ -63,7 +63,7 @@ def kernels(
     yaml: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Workload file. Repeatable; by default those of benchmarks/ for the device."
+            help="Workload file. Repeatable; by default every file in benchmarks/ for this device."
         ),
     ] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only this workload. Repeatable.")] = None,

@@ -84,8 +84,8 @@ def is_first_tensor_rank() -> bool:
 def shares_steps_with_drafts(vllm_config: Any) -> bool:
     """Whether a draft's layers attend steps of the served model's, beside steps of their own.
 
-    Drafts that read the model's states (EAGLE, MTP) begin so in vLLM's second model runner, but for
-    those of several modules and those that draft all tokens at once.
+    In vLLM's second model runner drafts that read the model's states do so (EAGLE, MTP of one
+    module).  MTP of several modules does not, nor do drafts of all tokens at once (DFlash, DSpark).
     """
     drafts = vllm_config.speculative_config
     if not drafts or not vllm_config.use_v2_model_runner:

@@ -47,7 +47,11 @@ _MOST_ELEMENTS = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The place of a tensor among those of a replay: first what it is given, then what it makes."""
+    """Stands for a tensor in a recorded argument.
+
+    A replay has a list of tensors: those that it is given come first, those that it makes behind
+    them.  ``place`` is the index in that list.
+    """
 
     place: int
 
