@@ -82,10 +82,13 @@ def _mean_pool(
     xs: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None, spec: Sequence[int]
 ) -> list[torch.Tensor]:
     """Means of the compressed blocks of each ``[B, M, Hkv, D]``: ``[B, C, Hkv, D]``."""
-    outs = _new_means(xs, cu_seqlens, spec)
-    with torch.cuda.device_of(xs[0]):
+
+    def compute() -> Tensors:
+        outs = _new_means(xs, cu_seqlens, spec)
         _passes(xs[0]).mean_pool_forward(xs, outs, cu_seqlens, _spec(*spec))
-    return outs
+        return tuple(outs)
+
+    return [*_replayed((*xs, cu_seqlens), ("means", *spec), compute)]
 
 
 mean_pool = torch.library.custom_op("sparsek::nsa_mean_pool", _mean_pool, mutates_args=())
@@ -99,10 +102,14 @@ def _mean_pool_bwd(
     spec: Sequence[int],
 ) -> list[torch.Tensor]:
     """Gradients of the pooled tensors' inputs, ``[B, num_tokens, Hkv, D]``."""
-    dxs = [_new_rows(dout, num_tokens) for dout in douts]
-    with torch.cuda.device_of(douts[0]):
+
+    def compute() -> Tensors:
+        dxs = [_new_rows(dout, num_tokens) for dout in douts]
         _passes(douts[0]).mean_pool_backward(douts, dxs, cu_seqlens, _spec(*spec))
-    return dxs
+        return tuple(dxs)
+
+    options = ("means backward", num_tokens, *spec)
+    return [*_replayed((*douts, cu_seqlens), options, compute)]
 
 
 mean_pool_bwd = torch.library.custom_op(

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsek_kernels import nsa_attention, nsa_compress
+from sparsek_kernels.common import tape
 from sparsek_kernels.nsa import api, launches, ops, torch_path
 from sparsek_kernels.nsa.compress import launch_rotary, rotary
 from tests.devices import spy_on_guards
@@ -153,6 +154,7 @@ def test_a_gradient_that_is_watched_is_rotated_by_torch_operations(
 ) -> None:
     signs = []
     monkeypatch.setattr(rotary, "runs_kernels", lambda _: True)
+    monkeypatch.setattr(tape, "replayed", lambda _tensors, _options, compute: compute())
     monkeypatch.setattr(launch_rotary, "rotate_into", lambda *given: signs.append(given[4]))
     x, dout = torch.randn(2, 1, 5, 2, 8)
     positions, frequencies = torch.arange(5), rotary.rotary_frequencies(8, 10000.0)

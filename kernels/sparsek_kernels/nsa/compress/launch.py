@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import cdiv
 from sparsek_kernels.nsa.compress.kernels.mean_pool import (
     nsa_mean_pool_bwd_kernel,
@@ -34,7 +35,8 @@ def mean_pool_forward(
     _, block_d = row_tile(head_dim)
     block_c = max(1024 // block_d, 1)
     for x, out in zip(xs, outs, strict=True):
-        nsa_mean_pool_fwd_kernel[(cdiv(num_cmp, block_c), num_heads, batch)](
+        run(
+            nsa_mean_pool_fwd_kernel, (cdiv(num_cmp, block_c), num_heads, batch),
             out, x, starts,
             *x.stride(),
             num_cmp, num_heads,
@@ -61,7 +63,8 @@ def mean_pool_backward(
         token_seq = torch.searchsorted(cu[1:], token, right=True, out_int32=True)
     block_t, block_d = row_tile(head_dim)
     for dout, dx in zip(douts, dxs, strict=True):
-        nsa_mean_pool_bwd_kernel[(cdiv(num_tokens, block_t), num_heads, batch)](
+        run(
+            nsa_mean_pool_bwd_kernel, (cdiv(num_tokens, block_t), num_heads, batch),
             dx, dout, token_seq, cu, cu_cmp,
             *dout.stride(),
             num_tokens, dout.shape[1], num_heads,

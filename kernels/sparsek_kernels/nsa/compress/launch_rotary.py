@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.shapes import cdiv, next_power_of_2
 from sparsek_kernels.nsa.compress.kernels.rotary import nsa_rotary_kernel
 
@@ -22,7 +23,8 @@ def rotate_into(
     block_d = next_power_of_2(half)
     block_h = min(next_power_of_2(num_heads), max(_TILE // block_d, 1))
     block_t = min(max(_TILE // (block_d * block_h), 1), next_power_of_2(num_tokens))
-    nsa_rotary_kernel[(cdiv(num_tokens, block_t), cdiv(num_heads, block_h), batch)](
+    run(
+        nsa_rotary_kernel, (cdiv(num_tokens, block_t), cdiv(num_heads, block_h), batch),
         out, x, positions, freqs,
         *x.stride(), *positions.stride(), num_tokens, num_heads, sign,
         HALF=half, BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,

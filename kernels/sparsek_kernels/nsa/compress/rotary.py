@@ -65,14 +65,19 @@ class _Rotation(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, sign: int
     ) -> torch.Tensor:
+        from sparsek_kernels.common.tape import replayed
         from sparsek_kernels.nsa.compress.launch_rotary import rotate_into
 
         ctx.save_for_backward(positions, frequencies)
         ctx.sign = sign
-        out = new_like(x)
-        with torch.cuda.device_of(x):
+
+        def compute() -> tuple[torch.Tensor]:
+            out = new_like(x)
             rotate_into(out, x, positions, frequencies, sign)
-        return out
+            return (out,)
+
+        with torch.cuda.device_of(x):
+            return replayed((x, positions, frequencies), ("rotary", sign), compute)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
