@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -153,16 +152,21 @@ class NativeSparseAttention(nn.Module):
         theta = self.config.rope_theta
         return x if theta is None else rotate(x, positions, theta)
 
-    def _by_branch(self, x: torch.Tensor, branches: int, heads: int) -> list[torch.Tensor]:
-        """``[B, N, branches * heads * D]`` as ``[B, N, heads, D]`` for each of the branches."""
+    def _by_branch(self, x: torch.Tensor, branches: int, heads: int) -> tuple[torch.Tensor, int]:
+        """``[B, N, branches * heads * D]`` as ``[B, N, branches, heads, D]``, and its dimension 2.
+
+        ``[B, N, heads, branches, D]`` and 3 where parameters stack head by head.
+        """
         if self.head_major:
-            return list(x.unflatten(-1, (heads, branches, -1)).unbind(3))
-        return list(x.unflatten(-1, (branches, heads, -1)).unbind(2))
+            return x.unflatten(-1, (heads, branches, -1)), 3
+        return x.unflatten(-1, (branches, heads, -1)), 2
 
     def _branches(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Keys or values of the three branches, ``[B, N, Hkv, D]`` each."""
-        split = self._by_branch(x, self.num_branches, self.num_kv_heads)
-        return split * 3 if self.num_branches == 1 else split
+        if self.num_branches == 1:
+            return [x.unflatten(-1, (self.num_kv_heads, -1))] * 3
+        split, dim = self._by_branch(x, self.num_branches, self.num_kv_heads)
+        return list(split.unbind(dim))
 
     @property
     def head_major(self) -> bool:
@@ -202,12 +206,14 @@ class NativeSparseAttention(nn.Module):
             cmp_stride=stride,
             cu_seqlens=cu_seqlens,
         )
-        block = torch.arange(first_block, first_block + k_cmp.shape[1], device=k.device)
+        first, count = first_block * stride, k_cmp.shape[1]
+        positions = torch.arange(first, first + count * stride, stride, device=k.device)
         if cu_seqlens is not None:
             offsets = compressed_cu_seqlens(cu_seqlens, size, stride)
-            seq = torch.searchsorted(offsets[1:], block.int(), right=True)
-            block = block - offsets[seq.clamp(max=offsets.shape[0] - 2)]
-        return self._rotate(k_cmp, block * stride), v_cmp
+            block = torch.arange(count, dtype=torch.int32, device=k.device)
+            seq = torch.searchsorted(offsets[1:], block, right=True)
+            positions = positions - offsets[seq.clamp(max=offsets.shape[0] - 2)] * stride
+        return self._rotate(k_cmp, positions), v_cmp
 
     def _check_hidden_states(self, hidden_states: torch.Tensor) -> None:
         if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
@@ -263,9 +269,9 @@ class NativeSparseAttention(nn.Module):
         k_slc = self._rotate(k_slc, positions)
         k_swa = k_slc if self.config.shared_kv else self._rotate(k_swa, positions)
         hidden = nn.functional.silu(self.gate_in(hidden_states))
-        gates = self._by_branch(torch.sigmoid(self.gate_out(hidden)), 3, self.num_heads)
+        gates, dim = self._by_branch(torch.sigmoid(self.gate_out(hidden)), 3, self.num_heads)
         # One copy lays the gates of a branch side by side, as kernels read them.
-        g_cmp, g_slc, g_swa = torch.stack(gates).squeeze(-1).unbind()
+        g_cmp, g_slc, g_swa = gates.movedim(dim, 0).squeeze(-1).contiguous().unbind()
         if shut is not None:
             g_slc, g_swa = g_slc.masked_fill(shut, 0.0), g_swa.masked_fill(shut, 0.0)
         return q, [k_cmp, k_slc, k_swa], values, [g_cmp, g_slc, g_swa]
@@ -373,7 +379,7 @@ class NativeSparseAttention(nn.Module):
             **{"q": q, "k": k_slc, "v": v_slc},
             **{"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa},
             **{"k_cmp": k_cmp, "v_cmp": v_cmp, "k_swa": k_swa, "v_swa": v_swa},
-            **asdict(self.config.spec),
+            **vars(self.config.spec),
             "window_size": self.config.window_size,
             "cu_seqlens": cu_seqlens,
         }

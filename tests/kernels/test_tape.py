@@ -11,6 +11,8 @@ import torch
 
 from sparsek_kernels.common import recording as recording_module
 from sparsek_kernels.common import tape as tape_module
+from sparsek_kernels.common import tape_replay
+from sparsek_kernels.common.block import Need, offsets_in_block
 from sparsek_kernels.common.recording import compiling, run
 from sparsek_kernels.common.tape import recorded, replayed
 from tests.kernels.spied import STREAM, Note, SpiedKernel, taken
@@ -22,7 +24,7 @@ KERNEL = SpiedKernel("kernel", ["x", "y", "SIZE"], NOTES)
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches on a stream of no GPU."""
-    for module in (recording_module, tape_module):
+    for module in (recording_module, tape_replay):
         monkeypatch.setattr(module, "current_stream", lambda _device: STREAM)
     NOTES.clear()
 
@@ -93,6 +95,63 @@ def test_scratch_lives_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) 
     (found,) = replay([x], 0)
     assert torch.equal(found, (x[2:] + 1) * 2 - 1)
     assert alive == [1, 2, 3, 2], "a view keeps what it is of; then the double and the result"
+
+
+def test_scratch_of_kernels_is_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is needed at different times lies at the same place; zeros are another allocation."""
+    x = torch.ones(300)
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        first, second, last = (torch.empty(400).detach() for _ in range(3))
+        counts, more = torch.zeros(3, dtype=torch.int32), x.new_zeros(2)
+        torch.empty(7)  # of use to nobody
+        out = torch.empty_like(x).detach()
+        run(KERNEL, (1,), first, x, SIZE=16)
+        run(KERNEL, (1,), second, first, SIZE=16)
+        run(KERNEL, (1,), last[8:], second, SIZE=16)
+        run(KERNEL, (1,), counts, more, SIZE=16)
+        run(KERNEL, (1,), out, last, SIZE=16)
+        return (out,)
+
+    _, replay = recorded([x], compute)
+    assert replay is not None
+    taken(NOTES)
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        replay,
+        "_blocks",
+        [b._replace(make=lambda *a, m=b.make, **o: made.append(m(*a, **o)) or made[-1])
+         for b in replay._blocks],
+    )  # fmt: skip
+    (out,) = replay([x], 0)
+    scratch, zeros = sorted(made, key=lambda block: -block.nbytes)
+    start, behind = scratch.data_ptr(), scratch.data_ptr() + 2048  # 1600 bytes, aligned
+    assert (scratch.nbytes, zeros.nbytes) == (2048 + 1600, 512 + 8)
+    assert not zeros.any()
+    addresses = [args[:2] for _, _, args in taken(NOTES)]
+    assert addresses[0][1] == x.data_ptr()
+    assert addresses[4][0] == out.data_ptr()
+    first, second, last = (addresses[i][0] for i in range(3))
+    assert {first, second} == {start, behind}
+    assert first == last - 32 == addresses[4][1]
+    assert addresses[3] == [zeros.data_ptr(), zeros.data_ptr() + 512]
+    assert out.shape == x.shape
+
+
+def test_tensors_that_are_needed_together_share_no_byte() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        drawn = torch.randint(1, 5000, (12, 3), generator=generator).tolist()
+        needs = [Need(size, *sorted((a % 20, b % 20))) for size, a, b in drawn]
+        offsets, total = offsets_in_block(needs)
+        for i, (one, at) in enumerate(zip(needs, offsets, strict=True)):
+            assert at % 512 == 0
+            assert at + one.size <= total
+            for other, there in zip(needs[:i], offsets[:i], strict=True):
+                apart = one.last < other.first or other.last < one.first
+                assert apart or at + one.size <= there or there + other.size <= at
+    assert offsets_in_block([]) == ([], 0)
+    assert offsets_in_block([Need(512, 0, 1), Need(100, 2, 3), Need(512, 1, 2)])[1] == 1024
 
 
 def test_what_may_be_a_view_or_a_copy() -> None:

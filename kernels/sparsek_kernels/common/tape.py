@@ -6,7 +6,8 @@ from how its tensors lie, so the second pass of a kind is recorded, and later on
 
     out, lse = replayed((q, k, v), options, compute)    # compute() is called twice for each kind
 
-``compute`` must not look at what tensors hold.  Its results are tensors that it allocated.
+``compute`` must not look at what tensors hold.  Its results are tensors that it allocated.  Where
+only kernels read and write a tensor, its memory need not be a tensor's in a replay.
 """
 
 from __future__ import annotations
@@ -14,27 +15,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsek_kernels.common.device import (
-    REFUSALS,
-    autocasts,
-    current_device,
-    current_stream,
-    dispatch_modes,
-)
+from sparsek_kernels.common.device import REFUSALS, autocasts, current_device, dispatch_modes
 from sparsek_kernels.common.recording import (
-    Launch,
     Recording,
     compiles,
     has_launch_hook,
     recording,
     storage_of,
 )
+from sparsek_kernels.common.tape_replay import Replay, Step
+from sparsek_kernels.common.tape_steps import ALLOCATIONS, Call, New, Slot
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -43,48 +38,6 @@ logger = logging.getLogger(__name__)
 _MOST_TAPES = 256
 _MOST_ELEMENTS = 1 << 27
 """Largest tensor of a call that is replayed: with larger ones the GPU is the slower side."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Stands for a tensor in a recorded argument.
-
-    A replay has a list of tensors: those that it is given come first, those that it makes behind
-    them.  ``place`` is the index in that list.
-    """
-
-    place: int
-
-
-class _Call(NamedTuple):
-    """A torch operation, its arguments, and the slots of its results."""
-
-    function: Any
-    args: list[Any]
-    options: dict[str, Any]
-    results: list[int]
-    is_view: bool
-    reads: set[int]
-
-    def on(self, tensors: list[Any], addresses: list[int]) -> None:
-        """Run it on tensors by slots, and put what it makes among them."""
-        args, options = self.args, self.options
-        if self.reads:
-            args = [_filled(x, tensors) for x in args]
-            options = {name: _filled(x, tensors) for name, x in options.items()}
-        found = self.function(*args, **options)
-        results = found if isinstance(found, list | tuple) else (found,)
-        for place, tensor in zip(self.results, results, strict=True):
-            tensors[place], addresses[place] = tensor, tensor.data_ptr()
-
-
-def _filled(value: Any, tensors: Sequence[Any]) -> Any:
-    """An argument with tensors in the place of slots."""
-    if isinstance(value, _Slot):
-        return tensors[value.place]
-    if isinstance(value, list):
-        return [_filled(x, tensors) for x in value]
-    return value
 
 
 def _where(x: torch.Tensor) -> Hashable:
@@ -99,10 +52,11 @@ class _Tape(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
         self._alive: list[Any] = [*tensors]  # an id is that of one tensor, an address too
+        self._num_given = len(tensors)
         self._slots = {id(x): i for i, x in enumerate(tensors)}
         self._given = {_where(x): i for i, x in enumerate(tensors)}
         self.num_slots = len(tensors)
-        self.steps: list[_Call | Launch] = []
+        self.steps: list[Step] = []
         self.usable = True
 
     def __torch_dispatch__(
@@ -115,6 +69,15 @@ class _Tape(TorchDispatchMode):
         if not all(isinstance(x, torch.Tensor) for x in results):
             self.usable = False  # something that the host has read
             return found
+        if func in ALLOCATIONS and found.is_contiguous():
+            place = self._place(found, is_view=False)
+            new = New(ALLOCATIONS[func], found.shape, found.dtype, found.device, place)
+            self.steps.append(new)
+            return found
+        if func is torch.ops.aten.detach.default and self._is_made(args[0]):
+            self._slots[id(found)] = self._slots[id(args[0])]  # it has no gradient
+            self._alive.append(found)
+            return found
         storages = {storage_of(x) for x in args if isinstance(x, torch.Tensor)}
         in_place = any(id(x) in self._slots for x in results)
         is_view = not in_place and not storages.isdisjoint(map(storage_of, results))
@@ -122,8 +85,12 @@ class _Tape(TorchDispatchMode):
         given = [self._slotted(x, reads) for x in args]
         options = {name: self._slotted(x, reads) for name, x in (kwargs or {}).items()}
         places = [self._place(x, is_view) for x in results]
-        self.steps.append(_Call(func, given, options, places, is_view, reads))
+        self.steps.append(Call(func, given, options, places, is_view, reads))
         return found
+
+    def _is_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the call made it."""
+        return self._slots.get(id(tensor), -1) >= self._num_given
 
     def follow_launches(self) -> None:
         """Take the launches since the latest operation."""
@@ -141,7 +108,7 @@ class _Tape(TorchDispatchMode):
             self.usable = False
             return value
         reads.add(place)
-        return _Slot(place)
+        return Slot(place)
 
     def _place(self, tensor: torch.Tensor, is_view: bool) -> int:
         """The slot of a result; launches find views in the tensors that they are of."""
@@ -158,54 +125,7 @@ class _Tape(TorchDispatchMode):
         return self._slots[id(result)]
 
 
-class _Step(NamedTuple):
-    """What a replay does next, and the slots that it needs no more afterwards."""
-
-    action: _Call | Launch
-    done: list[int]
-
-
-class _Replay:
-    """A call that can be repeated.
-
-    Args:
-        tape: what it did.
-        num_given: tensors that it was given.
-        results: what it returned.
-    """
-
-    def __init__(self, tape: _Tape, num_given: int, results: Tensors) -> None:
-        self._results = [tape.slot_of(x) for x in results]
-        self._num_made = tape.num_slots - num_given
-        wanted = {*self._results}
-        kept: list[tuple[_Call | Launch, set[int]]] = []
-        for action in reversed(tape.steps):
-            if isinstance(action, Launch):
-                reads = {x[1] for x in action.pointers} | {x[1] for x in action.described}
-            elif action.is_view and wanted.isdisjoint(action.results):
-                continue  # of use to launches alone, which find it by its address
-            else:
-                reads = action.reads | (set() if action.is_view else {*action.results})
-            # The first time from behind is the last use.
-            kept.append((action, {x for x in reads - wanted if x >= num_given}))
-            wanted |= reads
-        self.steps = [_Step(action, sorted(done)) for action, done in reversed(kept)]
-
-    def __call__(self, given: Sequence[torch.Tensor], device: int) -> Tensors:
-        tensors: list[Any] = [*given, *[None] * self._num_made]
-        addresses = [*(x.data_ptr() for x in given), *[0] * self._num_made]
-        stream = current_stream(device)
-        for action, done in self.steps:
-            if isinstance(action, Launch):
-                action.on(addresses, stream)
-            else:
-                action.on(tensors, addresses)
-            for place in done:
-                tensors[place] = None
-        return tuple(tensors[x] for x in self._results)
-
-
-_replays: dict[Hashable, _Replay | Literal[False] | None] = {}
+_replays: dict[Hashable, Replay | Literal[False] | None] = {}
 """By kind of call; ``None`` for one that cannot be replayed, ``False`` for one that was seen once:
 a length that never comes again is not worth a recording."""
 
@@ -266,11 +186,12 @@ def replayed(
 
 def recorded(
     given: list[torch.Tensor], compute: Callable[[], Tensors]
-) -> tuple[Tensors, _Replay | None]:
+) -> tuple[Tensors, Replay | None]:
     """What ``compute`` returns, and how to repeat it; ``None`` where that cannot be."""
     with recording(tuple(given)) as record, _Tape(given, record) as tape:
         results = compute()
     tape.follow_launches()
     if not (record.usable and tape.usable) or record.kept:
         return results, None
-    return results, _Replay(tape, len(given), results)
+    found = [tape.slot_of(x) for x in results]
+    return results, Replay(tape.steps, len(given), tape.num_slots, found)
