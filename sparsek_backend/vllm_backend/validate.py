@@ -196,6 +196,12 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
                 "block selection over KV caches of several formats not supported (remedy: leave "
                 "--kv-cache-dtype-skip-layers out, or mode sink_window or dense)"
             )
+    if model.is_hybrid and vllm_config.speculative_config and current_platform.is_cpu():
+        reasons.append(
+            "speculative decoding in models with recurrent layers not supported on a CPU, where "
+            "vLLM 0.32 leaves refused drafts in their states (remedy: leave "
+            "--speculative-config out)"
+        )
     connector = _connector(vllm_config)
     if connector is not None and connector not in KV_CONNECTORS:
         given = "transfer-config" if vllm_config.kv_transfer_config else "offloading-size"

@@ -427,6 +427,21 @@ def test_hybrid_models_before_pages_declared_their_content(
         assert configure(model, additional_config={"sparsek": {"mode": mode}}) is not None
 
 
+@pytest.mark.parametrize("kind", ["short_conv", "granite_hybrid"])
+def test_drafts_for_recurrent_layers_stop_the_start_on_a_cpu(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    model = make_tiny_model(kind, tmp_path)
+    drafts = speculation("ngram", model, tmp_path)
+    words = r"SPARSEK cannot serve.*recurrent layers .* on a CPU.*leave --speculative-config out"
+    with pytest.raises(ValueError, match=words):
+        configure(model, skip_tokenizer_init=True, **drafts)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert configure(model, skip_tokenizer_init=True, **drafts) is not None
+
+
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
     from types import SimpleNamespace
 

@@ -109,6 +109,7 @@ def attention_operators(
     problem: Callable[..., Any],
     passes: Callable[[torch.Tensor], Passes],
     gradients: int = 3,
+    keeps: Callable[..., torch.Tensor] | None = None,
 ) -> tuple[CustomOpDef, CustomOpDef]:
     """Operators ``sparsek::{name}_fwd`` and ``sparsek::{name}_bwd``, with fakes and autograd.
 
@@ -122,22 +123,28 @@ def attention_operators(
         problem: makes the problem of a call from q, k, v and ``rest``.
         passes: what computes it on the device and in the dtype of q.
         gradients: inputs that have one.
+        keeps: makes, from the inputs, room for what the first keeps for the second: its third
+            result, which the second takes last.  Problems take it after ``rest``.
     """
-    fwd_schema = f"(Tensor q, Tensor k, Tensor v, {rest}) -> (Tensor, Tensor)"
+    more = "" if keeps is None else ", Tensor kept"
+    fwd_schema = f"(Tensor q, Tensor k, Tensor v, {rest}) -> (Tensor out, Tensor lse{more})"
     results = ", ".join(["Tensor"] * gradients)
     bwd_schema = (
         "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{rest}) -> ({results})"
+        f"{rest}{more}) -> ({results})"
     )
 
-    @torch.library.custom_op(f"sparsek::{name}_fwd", mutates_args=(), schema=fwd_schema)
-    def forward(q: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = new_like(q), new_lse(q)
-        with torch.cuda.device_of(q):
-            passes(q)[0](problem(q, *inputs), out, lse)
-        return out, lse
+    def room(q: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        return (new_like(q), new_lse(q)) + (() if keeps is None else (keeps(q, *inputs),))
 
-    forward.register_fake(lambda q, *_: (new_like(q), new_lse(q)))
+    @torch.library.custom_op(f"sparsek::{name}_fwd", mutates_args=(), schema=fwd_schema)
+    def forward(q: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        out, lse, *kept = found = room(q, *inputs)
+        with torch.cuda.device_of(q):
+            passes(q)[0](problem(q, *inputs, *kept), out, lse)
+        return found
+
+    forward.register_fake(room)
 
     @torch.library.custom_op(f"sparsek::{name}_bwd", mutates_args=(), schema=bwd_schema)
     def backward(
@@ -162,19 +169,21 @@ def attention_operators(
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         tensors = [x if isinstance(x, torch.Tensor) else None for x in inputs]
         ctx.save_for_backward(*output, *tensors)
+        ctx.mark_non_differentiable(*output[2:])
         ctx.scalars = [None if isinstance(x, torch.Tensor) else x for x in inputs]
         ctx.set_materialize_grads(False)
 
     def differentiate(
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
     ) -> tuple[Any, ...]:
-        out, lse, *tensors = ctx.saved_tensors
+        saved, count = ctx.saved_tensors, len(ctx.scalars)
+        (out, lse, *kept), tensors = saved[:-count], saved[-count:]
         if dout is None and dlse is None:
             return (None,) * len(tensors)
         dout = torch.zeros_like(out) if dout is None else dout
         inputs = zip(tensors, ctx.scalars, strict=True)
         q, k, v, *rest = (scalar if x is None else x for x, scalar in inputs)
-        grads = backward(dout, dlse, q, k, v, out, lse, *rest)
+        grads = backward(dout, dlse, q, k, v, out, lse, *rest, *kept)
         return tuple(None if x is None else grad for x, grad in zip_longest(tensors, grads))
 
     forward.register_autograd(differentiate, setup_context=setup_context)

@@ -274,7 +274,7 @@ def selected_attention(
         block_indices, q, k.shape[2], k.shape[1], sel_block_size, cu_seqlens, check
     )
     scale = check_scale(softmax_scale, q.shape[3])
-    out, lse = ops.selected_fwd(q, k, v, indices, cu_seqlens, sel_block_size, scale)
+    out, lse, _ = ops.selected_fwd(q, k, v, indices, cu_seqlens, sel_block_size, scale)
     return (out, lse) if return_lse else out
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -223,8 +222,14 @@ def _selected_passes(x: torch.Tensor) -> Passes:
     return passes.selected_forward, passes.selected_backward
 
 
+def _new_index(*inputs: Any) -> torch.Tensor:
+    """Room for the index of selected attention, which kernels have."""
+    q = inputs[0]
+    return SelectedProblem(*inputs).new_index() if runs_kernels(q) else q.new_empty(0).int()
+
+
 selected_fwd, selected_bwd = attention_operators(
-    "nsa_selected", _SELECTED, SelectedProblem, _selected_passes
+    "nsa_selected", _SELECTED, SelectedProblem, _selected_passes, keeps=_new_index
 )
 
 
@@ -268,9 +273,8 @@ def _selected_branch(*inputs: Any) -> tuple[SelectedProblem, torch.Tensor]:
     """The selected branch of a call of ``branches``, and room for its index, which it has."""
     *_, q, keys, values, block_indices, _, cu_seqlens, spec, _, softmax_scale = inputs
     selected = (q, keys[1], values[1], block_indices, cu_seqlens, spec[2], softmax_scale)
-    problem = SelectedProblem(*selected)
-    index = problem.new_index() if runs_kernels(q) else q.new_empty(0, dtype=torch.int32)
-    return replace(problem, index=index), index
+    index = _new_index(*selected)
+    return SelectedProblem(*selected, index), index
 
 
 def _branches(

@@ -54,7 +54,7 @@ class LearnedPattern(torch.nn.Module):
     """Self-attention through a pattern, which watches how much every block matters.
 
     Attends all that is visible at first; :class:`PatternScheduler` prunes it.  The state dict has
-    the mask, the importance so far and the gates.
+    the mask, the importance so far, the gates, and how many batches and draws there were.
 
     Args:
         num_heads: query heads.
@@ -111,6 +111,21 @@ class LearnedPattern(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles have: their masks count changes anew, so no made pattern."""
         return {**self.__dict__, "_made": {}}
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "batches"] = torch.tensor(self._batches)
+        destination[prefix + "generator"] = self._generator.get_state()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # States of version 0.3 and before have neither.
+        batches, drawn = (state_dict.pop(prefix + name, None) for name in ("batches", "generator"))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if batches is not None and drawn is not None:
+            self._batches = int(batches)
+            self._generator.set_state(drawn.cpu())
 
     @property
     def pattern(self) -> BlockSparsePattern:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsek_kernels import nsa_attention, nsa_compress
+from sparsek_kernels import nsa_attention, nsa_compress, selected_attention
 from sparsek_kernels.common import tape
 from sparsek_kernels.nsa import api, launches, ops, torch_path
 from sparsek_kernels.nsa.compress import launch_rotary, rotary
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from tests.devices import spy_on_guards
 from tests.kernels.nsa.conftest import make_problem
 
@@ -32,7 +34,7 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
     dlse = torch.randn_like(lse)
     indices = ops.select(q, k_cmp, lse, *cmp)
     slc = (indices, cu, 8, SCALE)
-    out_slc, lse_slc = ops.selected_fwd(q, k, v, *slc)
+    out_slc, lse_slc, _ = ops.selected_fwd(q, k, v, *slc)
     outs, lses = [out, out_slc, out], [lse, lse_slc, lse]
     keys, values = [k_cmp, k, k], [v_cmp, v, v]
 
@@ -52,7 +54,7 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
         "compressed_select": (q, k_cmp, v_cmp, *cmp),
         "select": (q, k_cmp, lse, *cmp),
         "selected_fwd": (*leaves(q, k, v), *slc),
-        "selected_bwd": (dout, None, q, k, v, out_slc, lse_slc, *slc),
+        "selected_bwd": (dout, None, q, k, v, out_slc, lse_slc, *slc, index),
         "selected_gated": (out, out, case.gates, q, k, v, *slc),
         "branches": (
             *(outs[::2], lses[::2], leaves(*case.gates), leaf(q), leaves(*keys), leaves(*values)),
@@ -74,15 +76,49 @@ def test_operators_pass_opcheck(name: str, offsets: list[int] | None, dtype: tor
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 9, TOKENS]], ids=["fixed", "packed"])
+@pytest.mark.parametrize("name", ["branches", "selected_fwd"])
 def test_the_index_of_kernels_is_as_long_as_traced(
-    offsets: list[int] | None, monkeypatch: pytest.MonkeyPatch
+    name: str, offsets: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
-    given = arguments(cu, torch.float32)["branches"]
+    given = arguments(cu, torch.float32)
     monkeypatch.setattr(ops, "_passes", lambda x: torch_path)
     monkeypatch.setattr(ops, "runs_kernels", lambda x: True)
-    assert len(ops.branches(*given)[3]) > given[6].numel()
-    torch.library.opcheck(ops.branches, given, test_utils=("test_schema", "test_faketensor"))
+    assert len(OPERATORS[name](*given[name])[-1]) > given["selected_fwd"][3].numel()
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(OPERATORS[name], given[name], test_utils=tests)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_selected_attention_keeps_the_index_for_its_gradients(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def forward(problem: SelectedProblem, *results: torch.Tensor) -> None:
+        torch_path.selected_forward(problem, *results)
+        assert problem.index is not None
+        problem.index.copy_(torch.arange(problem.index.numel()))
+
+    def backward(problem: SelectedProblem, *given: Any) -> Any:
+        read.append(problem.index)
+        return torch_path.selected_backward(problem, *given)
+
+    case = make_problem(TOKENS, dtype=torch.float32)
+    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    passes = SimpleNamespace(selected_forward=forward, selected_backward=backward)
+    monkeypatch.setattr(ops, "_passes", lambda x: passes)
+    monkeypatch.setattr(ops, "runs_kernels", lambda x: True)
+    attend = (
+        torch.compile(selected_attention, backend="aot_eager") if compiled else selected_attention
+    )
+    indices = torch.arange(5, dtype=torch.int32).expand(*q.shape[:2], k.shape[2], 5)
+    found = torch.autograd.grad(attend(q, k, v, indices, sel_block_size=8), (q, k, v), case.dout)
+    (index,) = read
+    assert torch.equal(index, torch.arange(index.numel(), dtype=torch.int32))
+    monkeypatch.undo()
+    wanted = selected_attention(q, k, v, indices, sel_block_size=8)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, (q, k, v), case.dout))
 
 
 @pytest.mark.parametrize("name", OPERATORS)

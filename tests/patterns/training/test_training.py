@@ -176,6 +176,23 @@ def test_a_saved_layer_goes_on(gates: bool) -> None:
     torch.testing.assert_close(twin(x), layer(x))
 
 
+def test_a_resumed_run_draws_what_an_uninterrupted_one_draws() -> None:
+    torch.manual_seed(0)
+    batches = torch.randn(6, 3, 1, 64, 2, 8).unbind()
+    options = ImportanceOptions(samples=2, every=2)
+    whole, resumed = (LearnedPattern(2, 2, 64, 16, importance=options) for _ in range(2))
+    for batch in batches[:3]:
+        whole(*batch)
+    state = copy.deepcopy(whole.state_dict())
+    resumed.load_state_dict(state)
+    for batch in batches[3:]:
+        whole(*batch)
+        resumed(*batch)
+    assert torch.equal(resumed.tracker.history, whole.tracker.history)
+    del state["batches"], state["generator"]  # as of version 0.3
+    resumed.load_state_dict(state)
+
+
 @pytest.mark.parametrize("how", ["copied", "pickled"])
 def test_a_copy_attends_the_state_that_it_loads(how: str) -> None:
     learned, dense = LearnedPattern(2, 1, 64, 16), LearnedPattern(2, 1, 64, 16)

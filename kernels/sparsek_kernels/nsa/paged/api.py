@@ -191,7 +191,7 @@ def _attend_sequence(
     found, lse = ops.compressed_fwd(q, *kv_cmp, length, None, fields, scale)
     out[:, 0] = found[0]
     chosen = ops.select(q, kv_cmp[0], lse, length, None, fields, scale)
-    found, _ = ops.selected_fwd(q, *kv, chosen, None, spec.sel_block_size, scale)
+    found, *_ = ops.selected_fwd(q, *kv, chosen, None, spec.sel_block_size, scale)
     out[:, 1] = found[0]
 
 

@@ -53,7 +53,7 @@ def backward_rows(
         return dq.zero_(), dk.zero_(), dv.zero_()
     shape, config = problem.shape, problem.config
     kept = problem.index
-    if kept is None:
+    if kept is None or config.token_major:
         kept = problem.new_index()
         sort_selection(problem, kept)
     index = merge_selection(problem, kept)

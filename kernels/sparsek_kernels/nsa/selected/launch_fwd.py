@@ -39,7 +39,10 @@ _REGISTERS = 128  # of a thread in the kernel of parts: two programs share a mul
 
 
 def forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``, and ``problem.index``."""
+    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``.
+
+    Many tokens have ``problem.index`` filled too; few have backward sort them.
+    """
     if out.numel() == 0:
         return
     if problem.top_n == 0:
@@ -48,8 +51,6 @@ def forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> N
         return
     if problem.config.token_major:
         _forward_tokens(problem, out, lse)
-        if problem.index is not None:
-            sort_selection(problem, problem.index)
     else:
         _forward_blocks(problem, out, lse)
 

@@ -29,8 +29,9 @@ def key_dtype(num_keys: int) -> torch.dtype:
 class SelectedProblem:
     """Checked inputs of one call, as ``selected_attention`` names them.
 
-    ``block_indices`` and ``cu_seqlens`` are made contiguous; ``tuned`` are launch parameters
-    instead of the table's; ``index`` is a :meth:`new_index` that forward fills and backward reads.
+    ``block_indices`` and ``cu_seqlens`` are made contiguous; ``index`` is a :meth:`new_index` that
+    forward fills for many tokens and backward reads; ``tuned`` are launch parameters instead of the
+    table's.
     """
 
     q: torch.Tensor
@@ -40,8 +41,8 @@ class SelectedProblem:
     cu_seqlens: torch.Tensor | None
     sel_block_size: int
     softmax_scale: float
-    tuned: LaunchConfig | None = None
     index: torch.Tensor | None = None
+    tuned: LaunchConfig | None = None
 
     def __post_init__(self) -> None:
         make_contiguous(self, "block_indices", "cu_seqlens")
