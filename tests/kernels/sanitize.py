@@ -92,23 +92,32 @@ def read_log(text: str, known: set[str]) -> tuple[Counter[str], Counter[str], li
     """Return the findings in our kernels, those in others, and the lines of the summary.
 
     A finding is its first line less numbers, and the first kernel that is named: with its offsets,
-    by which ``nvdisasm`` tells the line.
+    by which ``nvdisasm`` tells the line.  A call of CUDA that failed is one too, of others.  What
+    the summary counts beyond these was not understood, and is held to be of ours.
     """
     ours: Counter[str] = Counter()
     others: Counter[str] = Counter()
     summary = []
+    counted = 0
     for block in _blocks(text):
         if "SUMMARY" in block[0]:
             summary.append(block[0])
+            counted += int((_NUMBER.findall(block[0]) or ["0"])[0])
             continue
         joined = " ".join(block)
         at = _AT.findall(joined)
+        if block[0].startswith("Program hit"):
+            others[_NUMBER.sub("N", block[0])] += 1
+            continue
         if not at and not re.match(r"(Error|Warning|Invalid|Uninit|Race|Potential)", block[0]):
             continue  # the tool's name, or where the host launched it
         kernel = at[0] if at else "no kernel named"
         places = sorted(set(re.findall(r"\+(0x[0-9a-f]+)", joined)))[:4]
         message = f"{kernel}: {_NUMBER.sub('N', block[0].split(' at ')[0])} [{', '.join(places)}]"
         (ours if kernel in known else others)[message] += 1
+    missed = counted - sum(ours.values()) - sum(others.values())
+    if missed > 0:
+        ours["reports that were not understood"] = missed
     return ours, others, summary
 
 

@@ -42,6 +42,15 @@ def test_findings_are_sorted_by_whose_kernel_they_are_in() -> None:
     assert summary == ["ERROR SUMMARY: 3 errors"]
 
 
+def test_a_call_that_failed_is_of_others_and_what_is_not_understood_of_ours() -> None:
+    failed = 'Program hit cudaErrorX (error 1) due to "x" on CUDA API call to cudaCall.'
+    frames = "=========     Host Frame: main+0x12 in program\n========= \n"
+    text = f"========= {failed}\n{frames}========= A new kind of report\n{frames}"
+    ours, others, _ = read_log(f"{text}========= ERROR SUMMARY: 2 errors\n", our_kernels())
+    assert dict(ours) == {"reports that were not understood": 1}
+    assert dict(others) == {failed.replace("error 1", "error N"): 1}
+
+
 def test_a_log_without_findings_has_none() -> None:
     text = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
     ours, others, summary = read_log(text, our_kernels())
