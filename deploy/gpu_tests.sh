@@ -45,6 +45,9 @@ worker() {
     done
 }
 
+# First, for some thirty tests need them and would fail one by one.
+"$PYTHON" -c 'from sparsek_backend.models import fetch_model, fetch_texts; fetch_model(), fetch_texts()'
+
 rm -rf "$OUT/failed" "${NAMES[@]/#/$OUT/.}"
 for ((gpu = 0; gpu < GPUS; gpu++)); do worker "$gpu" & done
 wait

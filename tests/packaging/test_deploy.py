@@ -178,7 +178,8 @@ def test_gpu_tests_run_in_groups_of_which_each_has_a_gpu(tmp_path: Path) -> None
     done = run("bash", "deploy/gpu_tests.sh", tmp_path, "7", PYTHON=str(python), GPUS="2")
     assert done.returncode == 1
     assert "layers: status 1" in done.stdout
-    *groups, ranks = told.read_text().splitlines()
+    fetched, *groups, ranks = told.read_text().splitlines()
+    assert "fetch_model(), fetch_texts()" in fetched
     assert ranks.startswith(": "), "every GPU"
     assert {line[:3] for line in groups} == {"0: ", "1: "}
     taken: list[str] = []
