@@ -189,9 +189,6 @@ def read_layers(model: str, ids: Sequence[int], record: Record) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
-    def show(layer: int, q: Any, k: Any, v: Any, softmax_scale: float | None) -> None:
-        record(layer, q, k, v, softmax_scale or q.shape[-1] ** -0.5)
-
     layers = range(loaded.config.get_text_config().num_hidden_layers)
-    observers = {layer: partial(show, layer) for layer in layers}
+    observers = {layer: partial(record, layer) for layer in layers}
     observe_model(loaded, observers, [torch.tensor([list(ids)])])
