@@ -45,14 +45,14 @@ def _problem(subject: str, detail: str, remedy: str) -> Finding:
     return Finding(subject, "problem", detail, remedy)
 
 
-def examine(environ: Mapping[str, str] = os.environ) -> list[Finding]:
+def examine() -> list[Finding]:
     """Look at this interpreter's environment and return the findings in the order of the report."""
     checks: Sequence[Callable[[], Iterator[Finding]]] = (
         check_python,
         check_torch,
         check_vllm,
-        lambda: check_plugin(environ),
-        lambda: check_settings(environ),
+        lambda: check_plugin(os.environ),
+        lambda: check_settings(os.environ),
         check_optional,
         check_model,
     )

@@ -88,9 +88,7 @@ class Server:
         """Root address, without a trailing slash."""
         return f"http://{HOST}:{self.port}"
 
-    def wait_until_healthy(
-        self, timeout_seconds: float, progress: Callable[[str], None], every_seconds: float = 10.0
-    ) -> float:
+    def wait_until_healthy(self, timeout_seconds: float, progress: Callable[[str], None]) -> float:
         """Wait for ``/health`` to answer; return the seconds it took.
 
         Raises:
@@ -112,7 +110,7 @@ class Server:
                     f"the server was not ready after {timeout_seconds:.0f} s; the end of "
                     f"{self.log}:\n{self.log_tail()}"
                 )
-            if now - reported >= every_seconds:
+            if now - reported >= 10.0:
                 reported = now
                 progress(f"    ... {now - began:.0f} s")
             time.sleep(0.5)

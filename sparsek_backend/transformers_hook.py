@@ -24,9 +24,6 @@ _OURS = "sparsek_backend.transformers_model"
 class _Alias(Loader):
     """Loads a module that has the names of ours."""
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         ours = import_module(_OURS)
         vars(module).update({name: getattr(ours, name) for name in ours.__all__})

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.eval.record import append_rows, read_rows
-from sparsek_backend.eval.workers import SILENCE_LIMIT, run_worker
+from sparsek_backend.eval.workers import run_worker
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 Row = dict[str, Any]
@@ -72,7 +72,6 @@ class Plan:
                 {**job, **engine},
                 label=label,
                 on_progress=lambda line: on_progress(f"{label}: {line}"),
-                timeout=SILENCE_LIMIT,
             )
 
 

@@ -78,19 +78,16 @@ class LocalScorer:
         """
         greedy = partial(SamplingParams, temperature=0.0, detokenize=False)
         forced = partial(greedy, ignore_eos=True, logprobs=TOP)
-        requests: list[list[int]] = []
-        params = []
+        asked: list[tuple[list[int], Any]] = []
         for prompt in prompts:
-            target = list(prompt.target)
+            ids, target = prompt.ids, list(prompt.target)
             if prompt.variant == "text":
-                requests.append([*prompt.ids, *target])
-                params.append(greedy(max_tokens=1, prompt_logprobs=TOP))
+                asked.append((ids + target, greedy(max_tokens=1, prompt_logprobs=TOP)))
             else:
-                requests += [prompt.ids] * 2
-                params.append(greedy(max_tokens=prompt.max_tokens))
-                params.append(forced(max_tokens=len(target), extra_args={FORCED: target}))
-        given = [{"prompt_token_ids": tokens} for tokens in requests]
-        outputs = iter(self.engine.generate(given, params, use_tqdm=False))
+                led = forced(max_tokens=len(target), extra_args={FORCED: target})
+                asked += [(ids, greedy(max_tokens=prompt.max_tokens)), (ids, led)]
+        given = [{"prompt_token_ids": ids} for ids, _ in asked]
+        outputs = iter(self.engine.generate(given, [x for _, x in asked], use_tqdm=False))
         return [self._reply(prompt, outputs) for prompt in prompts]
 
     def _reply(self, prompt: Prompt, outputs: Iterator[Any]) -> Reply:

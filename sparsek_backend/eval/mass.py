@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -88,9 +87,8 @@ def measure(
     masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)
     blocks = masses.shape[-1]
     indices = block_indices(q, k, v, policy, softmax_scale, index)[0, rows].long()  # [R, Hkv, S]
-    attended = torch.zeros(*masses.shape[:2], blocks + 1, dtype=torch.bool, device=q.device)
-    attended.scatter_(2, torch.where(indices < 0, blocks, indices), True)
-    attended = attended[..., :-1]
+    attended = masses.new_zeros((*masses.shape[:2], blocks + 1), dtype=torch.bool)
+    attended = attended.scatter_(2, indices + 1, True)[..., 1:]  # the first takes the -1 of none
     caught = (masses * attended).sum(-1)
     seen = rows[:, None] + 1 - size * torch.arange(blocks, device=q.device)  # keys of each block
     share = (attended * seen.clamp(0, size)[:, None]).sum(-1) / (rows[:, None] + 1)
@@ -108,7 +106,7 @@ def measure_model(
     ids: Sequence[int],
     policy_of: Callable[[int], StepPolicy],
     *,
-    entries: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    entries: Mapping[int, torch.Tensor] | None = None,
 ) -> list[dict[str, Any]]:
     """Run a model over token ids and measure every layer.
 
@@ -131,7 +129,7 @@ def measure_model(
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         policy = policy_of(layer)
         lists = None
-        if layer in entries:
+        if entries and layer in entries:
             lists = VerticalSlash(block_lists(entries[layer], policy.prefill).to(q.device))
         rules = (policy.prefill, policy.decode)
         for phase, rule, index in zip(PHASES, rules, (lists, None), strict=True):
@@ -189,9 +187,6 @@ def read_layers(model: str, ids: Sequence[int], record: Record) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
-    def show(layer: int, q: Any, k: Any, v: Any, softmax_scale: float | None) -> None:
-        record(layer, q, k, v, softmax_scale or q.shape[-1] ** -0.5)
-
     layers = range(loaded.config.get_text_config().num_hidden_layers)
-    observers = {layer: partial(show, layer) for layer in layers}
+    observers = {layer: partial(record, layer) for layer in layers}
     observe_model(loaded, observers, [torch.tensor([list(ids)])])

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
+from sparsek_backend.malformed import expecting
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
@@ -98,7 +99,7 @@ def _draw(axis: Any, cells: Sequence[Row], name: str, **style: str) -> None:
 def _read_speeds(path: Path) -> dict[str, dict[int, float]]:
     """By what was timed: how many times as fast ours was at each context."""
     found: dict[str, dict[int, float]] = {}
-    try:
+    with expecting(f"{path}: expected the CSV of `sparsek bench serve`"):
         with path.open(newline="", encoding="utf-8") as file:
             rows = {(x["requests"], x["context"], x["backend"]): x for x in csv.DictReader(file)}
         for (requests, context, backend), theirs in rows.items():
@@ -108,7 +109,4 @@ def _read_speeds(path: Path) -> dict[str, dict[int, float]]:
             for name, what in _TIMED.items():
                 label = f"{ours['model']}, {requests} requests: {what}"
                 found.setdefault(label, {})[int(context)] = float(theirs[name]) / float(ours[name])
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path}: expected the CSV of `sparsek bench serve`: {reason}") from error
     return found

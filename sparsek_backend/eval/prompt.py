@@ -164,14 +164,10 @@ def fit(
             f"length: expected at least {length - room + LEAST_FILLER} tokens for task "
             f"{task!r}, variant {variant!r}, got {length}"
         )
-    filler = _take(tokenizer, draft.filler, room)
-    body: list[Tokens] = []
-    used = 0
-    for depth, text in sorted(draft.needles, key=lambda needle: needle[0]):
-        upto = 1 + round(depth * (len(filler) - 1))
-        body += [*filler[used:upto], tokenizer.encode(text)]
-        used = upto
-    body += filler[used:]
+    body = _take(tokenizer, draft.filler, room)
+    last = len(body) - 1
+    for depth, text in reversed(sorted(draft.needles, key=lambda needle: needle[0])):
+        body.insert(1 + round(depth * last), tokenizer.encode(text))
     target = tokenizer.encode("".join(f" {answer}" for answer in draft.answers))
     return Prompt(
         task=task,

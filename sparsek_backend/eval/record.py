@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsek_backend.eval.prompt import Prompt
+from sparsek_backend.malformed import expecting
 
 Row = dict[str, Any]
 _IDENTITY = ("task", "variant", "length", "index", "digest")
@@ -53,13 +54,8 @@ def read_rows(path: Path) -> list[Row]:
         return []
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"record: expected a JSON object in line {number} of {path}; move it")
-        rows.append(row)
+        with expecting(f"record: expected a JSON object in line {number} of {path}; move it"):
+            rows.append({**json.loads(line)})
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.record import Row, identity, prompt_row, read_scores
 from sparsek_backend.eval.stats import divergence, mcnemar, mean_interval
+from sparsek_backend.malformed import expecting
 
 MEAN = "mean"
 """Stands for all tasks, each with the same weight."""
@@ -72,12 +74,10 @@ def compare_runs(runs: Sequence[Run]) -> list[Row]:
     found = []
     for run in runs:
         budget, known = Budget(run.label, run.about["settings"]), run.about["known"]
-        cells: dict[tuple[str, int], dict[str, list[Row]]] = {}
+        cells: dict[tuple[str, int], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
         for row in run.rows:
-            if identity(row) in reference:
-                tasks = cells.setdefault((row["variant"], row["length"]), {})
-                pair = _pair(reference[identity(row)], row)
-                tasks.setdefault(row["task"], []).append(pair)
+            if old := reference.get(identity(row)):
+                cells[row["variant"], row["length"]][row["task"]].append(_pair(old, row))
         for (variant, length), tasks in sorted(cells.items()):
             shares = {
                 "prefill_share": budget.prefill_share(length) if known else None,
@@ -164,13 +164,10 @@ def read_results(paths: Sequence[Path]) -> dict[str, list[Row]]:
     """
     found: dict[str, dict[tuple[Any, ...], Row]] = {}
     for path in paths:
-        try:
+        with expecting(f"{path}: expected the JSON of `sparsek eval`"):
             content = json.loads(path.read_text(encoding="utf-8"))
             cells = found.setdefault(str(content["model"]), {})
             for row in content["retrieval"]:
                 _ = [row[name] for name in ("accuracy", "accuracy_low", "accuracy_high")]
                 cells[row["variant"], row["length"], row["label"], row["task"]] = row
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path}: expected the JSON of `sparsek eval`: {reason}") from error
     return {model: list(cells.values()) for model, cells in found.items()}

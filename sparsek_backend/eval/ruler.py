@@ -88,7 +88,6 @@ def make_ruler_prompts(
             "sparsek_backend.eval.ruler",
             {**job, "served": served, "tokenizer": opened, "file": str(file)},
             label=f"length {length}: RULER's {task}",
-            on_progress=lambda message: None,
             timeout=_SILENCE,
         )
         if least := result.get("least"):

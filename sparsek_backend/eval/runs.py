@@ -21,7 +21,7 @@ from sparsek_backend.eval.record import append_rows, pending, prompt_row, run_ke
 from sparsek_backend.eval.scoring import Reply, score_reply
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tokenizer import HubTokenizer
-from sparsek_backend.eval.workers import SILENCE_LIMIT, report_progress, run_worker, serve_job
+from sparsek_backend.eval.workers import report_progress, run_worker, serve_job
 from sparsek_backend.machine import choose_device, cpu_dtype, describe_machine
 
 _BATCH_ON_GPU, _BATCH_ON_CPU = 128, 4
@@ -121,9 +121,7 @@ class LocalModel:
             "engine": self.arguments(),
             "prompts": str(place.prompts_file),
             "record": str(place.record),
-            "run": _run_row(
-                key, place, budget.label, self.name, settings=budget.settings, known=True
-            ),
+            "run": _run_row(key, place, budget.label, self.name, settings=budget.settings),
         }
 
         def tell(message: str) -> None:
@@ -135,7 +133,6 @@ class LocalModel:
             data,
             label=f"budget {budget.label!r}",
             on_progress=tell,
-            timeout=SILENCE_LIMIT,
             environment={} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus},
         )
         return key
@@ -184,11 +181,9 @@ def run_server(
     return key
 
 
-def _run_row(
-    key: str, place: Workplace, label: str, model: str, *, settings: Any = None, known: bool = False
-) -> dict[str, Any]:
-    """A run's line of the record; ``known`` says whether the settings are: a server's are not."""
-    about = {"label": label, "settings": settings, "known": known, "model": model}
+def _run_row(key: str, place: Workplace, label: str, model: str, **known: Any) -> dict[str, Any]:
+    """A run's line of the record; ``known`` has a budget's settings: a server's are not known."""
+    about = {"label": label, "settings": None, **known, "known": bool(known), "model": model}
     machine = asdict(describe_machine(choose_device(), place.commit))
     return {"kind": "run", "run": key, **about, "machine": machine}
 

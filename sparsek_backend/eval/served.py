@@ -6,9 +6,9 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.client import HTTPException
 from threading import Semaphore
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 from sparsek_backend.eval.prompt import Prompt, Tokenizer, Tokens
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.stats import TOP
+from sparsek_backend.malformed import expecting
 
 _CONCURRENCY = 8
+_TIMEOUT = 600.0
 _READ_AT_A_TIME = Semaphore(2)
 """Prompts whose log-probabilities are on their way: of 128k tokens some hundred megabytes each."""
 
@@ -37,13 +39,12 @@ class ServedScorer(Tokenizer):
         ServerError: no server answers, or it does not list the model.
     """
 
-    def __init__(self, base_url: str, model: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, base_url: str, model: str | None = None) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ServerError(
                 f"base-url: expected a URL such as http://127.0.0.1:8000/v1, got {base_url!r}"
             )
         self._root = base_url.rstrip("/").removesuffix("/v1")
-        self._timeout = timeout
         with self._reading("/v1/models"):
             listed = [entry["id"] for entry in self._call("/v1/models", None).get("data", ())]
         if not listed:
@@ -86,16 +87,9 @@ class ServedScorer(Tokenizer):
             likely = [{int(x): float(y["logprob"]) for x, y in place.items()} for place in read]
         return Reply(None, text, likely)
 
-    @contextmanager
-    def _reading(self, path: str) -> Iterator[None]:
+    def _reading(self, path: str) -> AbstractContextManager[None]:
         """Let what an answer lacks say where it came from."""
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ServerError(
-                f"{self._root}{path}: expected the answer of a vLLM server ({reason})"
-            ) from error
+        return expecting(f"{self._root}{path}: expected the answer of a vLLM server", ServerError)
 
     def _complete(self, tokens: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_tokens}
@@ -103,15 +97,13 @@ class ServedScorer(Tokenizer):
         return dict(self._call("/v1/completions", body)["choices"][0])
 
     def _call(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self._root + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._root + path, data)
+        request.add_header("Content-Type", "application/json")
         if key := os.environ.get("OPENAI_API_KEY"):
             request.add_header("Authorization", f"Bearer {key}")
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
                 answer: dict[str, Any] = json.load(response)
             if not isinstance(answer, dict):
                 raise ValueError(f"expected a JSON object, got {type(answer).__name__}")

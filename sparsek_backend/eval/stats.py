@@ -14,8 +14,6 @@ _RESAMPLES = 2000
 _SMALLEST = 1e-7
 _LIKELY = np.dtype([("id", "<i4"), ("logprob", "<f4")])
 
-Array = np.typing.NDArray[np.float64]
-
 
 def mcnemar(reference: Sequence[bool], other: Sequence[bool]) -> tuple[int, int, float]:
     """McNemar's exact test of two runs, prompt by prompt.
@@ -67,7 +65,7 @@ def pack(places: Sequence[Mapping[int, float]]) -> str:
     return base64.b64encode(packed.tobytes()).decode()
 
 
-def divergence(reference: str, other: str) -> Array:
+def divergence(reference: str, other: str) -> np.typing.NDArray[np.float64]:
     """KL(reference || other) at each place, of two :func:`pack`.
 
     Tokens that both list count one by one, and all others as one: a lower bound of the divergence
@@ -84,5 +82,4 @@ def divergence(reference: str, other: str) -> Array:
         np.maximum(np.c_[x, np.maximum(1.0 - x.sum(1), _SMALLEST)], _SMALLEST**2)
         for x in (wanted, found)
     )
-    total: Array = (wanted * np.log(wanted / found)).sum(1)
-    return total
+    return np.asarray((wanted * np.log(wanted / found)).sum(1))

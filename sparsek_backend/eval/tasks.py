@@ -141,12 +141,9 @@ def make_prompts(
     for length, name, index in itertools.product(lengths, tasks, range(count)):
         depth = (0.5 + index * _GOLDEN) % 1.0  # even over the prompts of a task
         if name == "text":
-            first = int(depth * len(texts))
-            tokens: list[int] = []
-            while len(tokens) < length:
-                tokens += tokenizer.read(texts[first % len(texts)][: 12 * length])
-                first += 1
-            yield make_text(index, tuple(tokens[:length]))
+            following = itertools.islice(itertools.cycle(texts), int(depth * len(texts)), None)
+            tokens = (token for x in following for token in tokenizer.read(x[: 12 * length]))
+            yield make_text(index, tuple(itertools.islice(tokens, length)))
             continue
         own = f"{seed} {name} {length} {index}"
         for variant in variants:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -40,7 +39,7 @@ def run_worker(
     job: Mapping[str, Any],
     *,
     label: str,
-    on_progress: Callable[[str], None],
+    on_progress: Callable[[str], None] = lambda message: None,
     timeout: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -48,11 +47,12 @@ def run_worker(
 
     Args:
         environment: variables that it has beside those of this process.
-        timeout: seconds without any output after which the worker is ended; None waits for ever.
+        timeout: seconds without any output after which the worker is ended; an engine's by default.
 
     Raises:
         WorkerError: the worker failed, or stayed silent for too long.
     """
+    limit = timeout or SILENCE_LIMIT
     own = {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     cause: list[str] = []
@@ -70,7 +70,7 @@ def run_worker(
             )
             heard, part, ended = time.monotonic(), "", False
             try:
-                while not ended and time.monotonic() - heard <= (timeout or math.inf):
+                while not ended and time.monotonic() - heard <= limit:
                     time.sleep(_POLL_SECONDS)
                     ended = process.poll() is not None
                     *whole, part = (part + said.read() + ("\n" if ended else "")).split("\n")
@@ -88,7 +88,7 @@ def run_worker(
                 process.kill()
                 process.wait()
         if not ended:
-            reason = f"the worker said nothing for {timeout:g} s and was ended"
+            reason = f"the worker said nothing for {limit:g} s and was ended"
         elif process.returncode == 0 and result_path.is_file():
             return dict(json.loads(result_path.read_text(encoding="utf-8")))
         else:

@@ -38,7 +38,7 @@ _SERVED = {"cu_seq_lens_k", "dropout", "is_causal", "sliding_window", *_UNSERVED
 """Arguments that are read here."""
 
 
-Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], None]
+Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """Gets ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of a layer, and the softmax scale."""
 
 

@@ -98,7 +98,7 @@ def test_runs_that_append_at_a_time_leave_whole_lines(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_a_model_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has half of the heads, in a process of its own, whose counters are the proof."""
-    monkeypatch.setattr(runs, "SILENCE_LIMIT", SECONDS)
+    monkeypatch.setattr("sparsek_backend.eval.workers.SILENCE_LIMIT", SECONDS)
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
     model = make_tiny_model("llama", tmp_path)

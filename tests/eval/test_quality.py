@@ -35,7 +35,7 @@ DENSE_NLL = 0.6
 
 @pytest.mark.engine
 def test_added_nll_stays_within_its_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsek_backend.eval.runs.SILENCE_LIMIT", SECONDS)
+    monkeypatch.setattr("sparsek_backend.eval.workers.SILENCE_LIMIT", SECONDS)
     model = str(fetch_model())
     tokenizer = HubTokenizer(model)
     options = PromptOptions(task=["text"], samples=1, length=[TEXT_LENGTH])

@@ -128,7 +128,7 @@ def test_the_command_asks_servers(
 
 @pytest.mark.engine
 def test_the_command_asks_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsek_backend.eval.runs.SILENCE_LIMIT", SECONDS)
+    monkeypatch.setattr("sparsek_backend.eval.workers.SILENCE_LIMIT", SECONDS)
     arguments = ["--suite", "ruler", "--model", str(fetch_model()), "--task", "niah_single_1"]
     arguments += ["--length", "1024", "--samples", "2", "--budget", "window:128"]
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,6 +140,39 @@ def test_scratch_of_kernels_is_one_allocation(monkeypatch: pytest.MonkeyPatch) -
     assert out.shape == x.shape
 
 
+def test_scratch_is_freed_after_its_last_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(8)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        counts, scratch, out = torch.zeros(8), torch.empty(8), torch.empty(8)
+        run(KERNEL, (1,), counts, x, SIZE=16)
+        run(KERNEL, (1,), scratch, counts, SIZE=16)
+        run(KERNEL, (1,), out, scratch, SIZE=16)
+        return (out + x, out)
+
+    _, replay = recorded([x], compute)
+    assert replay is not None
+
+    def make(function: Any, *args: Any, **options: Any) -> torch.Tensor:
+        block = function(*args, **options)
+        made.append(weakref.ref(block))
+        return block
+
+    def add(*args: Any) -> torch.Tensor:
+        alive.extend(ref() is not None for ref in made)
+        return torch.add(*args)
+
+    blocks = [block._replace(make=partial(make, block.make)) for block in replay._blocks]
+    *steps, last = replay.steps
+    monkeypatch.setattr(replay, "_blocks", blocks)
+    steps.append(last._replace(action=last.action._replace(function=add)))
+    monkeypatch.setattr(replay, "steps", steps)
+    replay([x], 0)
+    assert alive == [False, False]
+
+
 def test_tensors_that_are_needed_together_share_no_byte() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
@@ -152,6 +187,18 @@ def test_tensors_that_are_needed_together_share_no_byte() -> None:
                 assert apart or at + one.size <= there or there + other.size <= at
     assert offsets_in_block([]) == ([], 0)
     assert offsets_in_block([Need(512, 0, 1), Need(100, 2, 3), Need(512, 1, 2)])[1] == 1024
+
+
+def test_replays_that_another_thread_has_cleared(replays: dict[Hashable, Any]) -> None:
+    """A look-up that finds a kind, which is gone at the next."""
+
+    class Cleared(dict[Hashable, Any]):
+        def __contains__(self, _key: object) -> bool:
+            return True
+
+    with mock.patch.object(tape_module, "_replays", Cleared(replays)):
+        x = torch.ones(4)
+        assert replayed([x], None, lambda: (x * 2,))[0].tolist() == [2.0] * 4
 
 
 def test_what_may_be_a_view_or_a_copy() -> None:

@@ -35,7 +35,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 logger = logging.getLogger(__name__)
 
-_MOST_TAPES = 256
+_MOST_TAPES = 1024  # some twelve for each length of a layer that trains
 _MOST_ELEMENTS = 1 << 27
 """Largest tensor of a call that is replayed: with larger ones the GPU is the slower side."""
 
@@ -169,7 +169,7 @@ def replayed(
             _replays.clear()
         _replays[key] = False
         return compute()
-    found = _replays[key]
+    found = _replays.get(key)  # another thread may have cleared them
     if found:
         try:
             return found(given, device)

@@ -1,7 +1,8 @@
 """Recorded steps, repeated on other tensors.
 
 Scratch that nothing but kernels read and write is one allocation, in which tensors that are needed
-at different times lie at the same place; what has to be zero beforehand is another.
+at different times lie at the same place; what has to be zero beforehand is another.  Both are freed
+after the last launch that needs them.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ class Replay:
         for place, times in uses.items():
             if place >= num_given and place not in away and place not in results:
                 done.setdefault(times[-1], []).append(place)
+        for slot, block in enumerate(self._blocks, num_slots):  # blocks come behind the rest
+            last = max(uses[place][-1] for place, _ in block.offsets)
+            done.setdefault(last, []).append(slot)
         self.steps = [
             _Timed(step, sorted(done.get(time, ())))
             for time, (step, _) in enumerate(kept)
@@ -79,10 +83,9 @@ class Replay:
         """Do everything on the device's current stream, on these tensors."""
         tensors: list[Any] = [*given, *[None] * self._num_made]
         addresses = [*(x.data_ptr() for x in given), *[0] * self._num_made]
-        memory = []  # lives as long as the call
         for block in self._blocks:
-            memory.append(block.make(block.size, dtype=torch.uint8, device=block.device))
-            start = memory[-1].data_ptr()
+            tensors.append(block.make(block.size, dtype=torch.uint8, device=block.device))
+            start = tensors[-1].data_ptr()
             for place, offset in block.offsets:
                 addresses[place] = start + offset
         stream = current_stream(device)

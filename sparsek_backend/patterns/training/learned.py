@@ -104,8 +104,9 @@ class LearnedPattern(torch.nn.Module):
             decay=self.options.decay,
         )
         self.gates = BlockGates((mask.shape[0], *mask.shape[1:])) if gates else None
-        self._generator = torch.Generator().manual_seed(self.options.seed)
-        self._batches = 0
+        # Named as in the state dict: PyTorch's distributed checkpoints look its keys up.
+        self.generator = torch.Generator().manual_seed(self.options.seed)
+        self.batches = 0
         self._made: dict[int, tuple[torch.Tensor, int, BlockSparsePattern]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,16 +117,16 @@ class LearnedPattern(torch.nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "batches"] = torch.tensor(self._batches)
-        destination[prefix + "generator"] = self._generator.get_state()
+        destination[prefix + "batches"] = torch.tensor(self.batches)
+        destination[prefix + "generator"] = self.generator.get_state()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # States of version 0.3 and before have neither.
         batches, drawn = (state_dict.pop(prefix + name, None) for name in ("batches", "generator"))
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if batches is not None and drawn is not None:
-            self._batches = int(batches)
-            self._generator.set_state(drawn.cpu())
+            self.batches = int(batches)
+            self.generator.set_state(drawn.cpu())
 
     @property
     def pattern(self) -> BlockSparsePattern:
@@ -186,7 +187,7 @@ class LearnedPattern(torch.nn.Module):
         """Count a batch of full length, also of blocks that are not attended now."""
         mass = sampled_block_masses(
             q, k, v, self.block_size, measure=self.options.measure, samples=self.options.samples,
-            causal=self.causal, softmax_scale=softmax_scale, generator=self._generator,
+            causal=self.causal, softmax_scale=softmax_scale, generator=self.generator,
         )  # fmt: skip
         self.tracker.add(mass.unflatten(0, (self.keep.shape[0], -1)).mean(1))
 
@@ -213,9 +214,9 @@ class LearnedPattern(torch.nn.Module):
         # Activation checkpointing computes again within the backward pass what was counted before.
         again = torch._C._current_graph_task_id() != -1
         if self.training and rows == self.keep.shape[1] and not again:
-            if self._batches % self.options.every == 0:
+            if self.batches % self.options.every == 0:
                 self.observe(q, k, v, softmax_scale)
-            self._batches += 1
+            self.batches += 1
         out = block_sparse_attention(
             q, k, v, pattern, causal=self.causal, softmax_scale=softmax_scale
         )

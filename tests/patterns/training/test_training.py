@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.patterns import BlockSparsePattern
@@ -113,7 +114,7 @@ def test_checkpointing_counts_a_batch_once(reentrant: bool) -> None:
     for _ in range(2):
         x = torch.randn(1, 64, 32, requires_grad=True)
         checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
-    assert int(layer.attention.tracker.added) == layer.attention._batches == 2
+    assert int(layer.attention.tracker.added) == layer.attention.batches == 2
 
 
 def test_pruned_blocks_may_return() -> None:
@@ -191,6 +192,15 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws() -> None:
     assert torch.equal(resumed.tracker.history, whole.tracker.history)
     del state["batches"], state["generator"]  # as of version 0.3
     resumed.load_state_dict(state)
+
+
+def test_distributed_checkpoints_find_the_state_of_a_layer() -> None:
+    model, resumed = torch.nn.Sequential(watched()), torch.nn.Sequential(watched())
+    resumed[0].batches = 0
+    state = get_model_state_dict(model)
+    assert state.keys() == model.state_dict().keys()
+    set_model_state_dict(resumed, state)
+    assert resumed[0].batches == 1
 
 
 @pytest.mark.parametrize("how", ["copied", "pickled"])
