@@ -3,6 +3,7 @@
     python examples/ab_compare.py MODEL prompts.txt --top-k 16
 
 One prompt a line. For a verdict with statistics use `sparsek eval`; this is for looking at answers.
+Without a GPU add `--cpu`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ class Run:
     seconds: float
 
 
-def answer(model: str, settings: dict[str, Any], prompts: list[str], max_tokens: int) -> Run:
+def answer(
+    model: str, settings: dict[str, Any], prompts: list[str], max_tokens: int, cpu: bool
+) -> Run:
     """Answer the prompts in this process, which then gives its memory back by ending."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, attention_backend="SPARSEK", additional_config={"sparsek": settings})
+    on_cpu = {"enforce_eager": True, "gpu_memory_utilization": 0.5} if cpu else {}
+    config = {"sparsek": settings}
+    llm = LLM(model, attention_backend="SPARSEK", additional_config=config, **on_cpu)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm.generate(prompts[:1], sampling)  # warm
     began = time.perf_counter()
     outputs = llm.generate(prompts, sampling)
-    return Run([output.outputs[0].text for output in outputs], time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    llm.llm_engine.engine_core.shutdown()  # else this process waits for the engine's at its end
+    return Run([output.outputs[0].text for output in outputs], seconds)
 
 
 def main() -> None:
@@ -43,6 +50,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--top-k", type=int, default=32, help="blocks that a query selects")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--cpu", action="store_true", help="no compilation, half of the memory")
     options = parser.parse_args()
     prompts = [line for line in options.prompts.read_text().splitlines() if line]
 
@@ -51,7 +59,7 @@ def main() -> None:
     for name, chosen in settings.items():
         # An engine a process, of a kind that may start processes of its own, as vLLM does.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            asked = (options.model, chosen, prompts, options.max_tokens)
+            asked = (options.model, chosen, prompts, options.max_tokens, options.cpu)
             runs[name] = pool.submit(answer, *asked).result()
 
     differ = 0

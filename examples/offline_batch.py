@@ -2,7 +2,7 @@
 
     python examples/offline_batch.py MODEL prompts.txt answers.jsonl
 
-One prompt a line. MODEL is a folder, or a name on the Hugging Face Hub.
+One prompt a line. MODEL is a folder, or a name on the Hugging Face Hub. Without a GPU add `--cpu`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ def main() -> None:
     parser.add_argument("answers", type=Path)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--max-model-len", type=int, help="the model's own by default")
+    parser.add_argument("--cpu", action="store_true", help="no compilation, half of the memory")
     options = parser.parse_args()
 
+    on_cpu = {"enforce_eager": True, "gpu_memory_utilization": 0.5} if options.cpu else {}
     llm = LLM(
         options.model,
         attention_backend="SPARSEK",
         additional_config={"sparsek": {"top_k": 32}},
         max_model_len=options.max_model_len,
+        **on_cpu,
     )
     prompts = [line for line in options.prompts.read_text().splitlines() if line]
     sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens)

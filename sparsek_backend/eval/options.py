@@ -131,8 +131,8 @@ class BudgetOptions:
         str | None,
         typer.Option(
             help="A block_topk budget to compare with half and twice of it, and with sinks and a "
-            f"window of as many tokens. Without --budget {_ON_GPU['arms']} with a GPU, "
-            f"{_ON_CPU['arms']} without."
+            f"window of as many tokens. If neither --arms nor --budget is given: {_ON_GPU['arms']} "
+            f"with a GPU, {_ON_CPU['arms']} without one."
         ),
     ] = None
     mixed: Annotated[

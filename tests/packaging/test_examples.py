@@ -100,7 +100,9 @@ def test_patterns_are_learned_saved_and_attended(tmp_path: Path) -> None:
 
 
 ENGINE = """
+import atexit
 import multiprocessing
+import time
 from types import SimpleNamespace as Namespace
 
 
@@ -111,9 +113,11 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, model, additional_config, **options):
-        core = multiprocessing.get_context("spawn").Process(target=print, args=("a core",))
+        core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,))
         core.start()
-        core.join()
+        print("a core")
+        atexit.register(core.terminate)  # As vLLM's: going out of scope ends no core.
+        self.llm_engine = Namespace(engine_core=Namespace(shutdown=core.terminate))
         self.mode = additional_config["sparsek"].get("mode", "sparse")
 
     def generate(self, prompts, params):

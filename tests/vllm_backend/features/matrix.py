@@ -404,8 +404,9 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         served(
             "vLLM 0.26.0 to 0.33.0",
             "test_vllm_api.py::test_the_installed_version",
-            note="run: 0.26.0 and 0.33.0 on GPUs (with torch 2.11 and Triton 3.6), 0.32.0 on CPUs; "
-            "of the others the sources are checked, and kernels compile with Triton 3.7 and 3.8",
+            note="run: on GPUs 0.26.0 (torch 2.11, Triton 3.6) and 0.33.0 (the same, and torch "
+            "2.14, Triton 3.8), on CPUs 0.32.0; of the others the sources are checked, and kernels "
+            "compile with Triton 3.7 too",
         ),
         refused(
             "AMD GPUs (ROCm)",
