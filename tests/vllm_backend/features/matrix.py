@@ -361,7 +361,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         served(
             "expert parallel",
             f"{ON_GPU}::test_two_gpus[expert parallel]",
-            note="vLLM 0.32's CPU build fails, whatever the backend",
+            note="with vLLM 0.33 one prompt of four gets other tokens on two GPUs than on one, "
+            "which is not explained; vLLM 0.32's CPU build fails, whatever the backend",
         ),
         served(
             "data parallel",
