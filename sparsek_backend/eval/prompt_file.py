@@ -42,10 +42,11 @@ class PromptSet:
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request, its answer included; vLLM answers texts too."""
-        return max(
+        sizes = (
             len(x.ids) + max(x.max_tokens, len(x.target)) + (x.variant == "text")
             for x in self.prompts
         )
+        return max(sizes, default=0)
 
 
 def save_prompts(path: Path, prompts: PromptSet) -> None:

@@ -129,8 +129,8 @@ class StepMetadata(AttentionMetadata):
 def layer_index(vllm_config: Any, first: int, name: str) -> int:
     """Return the index of a layer by its name, and by that of its model's first layer.
 
-    Drafts that read the model's states are built with its configuration.  The layers of most count
-    on by themselves; those of MTP modules named ``mtp`` do not.
+    Drafts that read the model's states are built with its configuration.  Most number their layers
+    behind the model's.  MTP modules named ``mtp`` begin at 0.
     """
     apart = first or (served_layers(vllm_config) if name.startswith("mtp.") else 0)
     return apart + int(extract_layer_index(name))

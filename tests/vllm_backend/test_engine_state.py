@@ -94,7 +94,7 @@ def test_drafts_that_attend_steps_of_the_served_model(
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In vLLM's second model runner: those of one module that draft token by token."""
+    """Drafts of one module, token by token, share steps in vLLM's second model runner."""
     from sparsek_backend.vllm_backend.compat import shares_steps_with_drafts
 
     model = tmp_path / "model"
