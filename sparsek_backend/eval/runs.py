@@ -18,7 +18,7 @@ from sparsek_backend.eval.engine import backend_report, close_engine
 from sparsek_backend.eval.prompt import Prompt, Tokens
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts
 from sparsek_backend.eval.record import append_rows, pending, prompt_row, run_key
-from sparsek_backend.eval.scoring import Reply, score_reply
+from sparsek_backend.eval.scoring import Reply, metric_of, score_reply
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.eval.workers import report_progress, run_worker, serve_job
@@ -68,6 +68,12 @@ class Workplace:
                     rows.append({"run": run, **prompt_row(prompt), **scores})
                 append_rows(self.record, rows)
                 on_progress(len(asked), f"{asked[-1].task}, {length} tokens")
+
+    def check_metrics(self) -> None:
+        """Raise an ImportError now where scoring texts would need a package that is missing."""
+        for prompt in self.prompts.prompts:
+            if prompt.metric:
+                metric_of(prompt)
 
     def missing(self, run: str, on_progress: OnProgress) -> int:
         """How many prompts the record lacks of a run; progress is told of the others."""
@@ -145,12 +151,14 @@ def work(data: Mapping[str, Any]) -> None:
     row, record = data["run"], Path(data["record"])
     place = Workplace(load_prompts(Path(data["prompts"])), Path(data["prompts"]), record)
     longest = place.prompts.longest_request
-    engine = open_scoring_engine(
-        data["model"], settings=row["settings"], max_model_len=longest, **data["engine"]
-    )
     decode: Callable[[Tokens], str] | None = None
     with suppress(ValueError):  # the model may come without a tokenizer
         decode = HubTokenizer(data["model"]).decode
+    if decode is not None:
+        place.check_metrics()
+    engine = open_scoring_engine(
+        data["model"], settings=row["settings"], max_model_len=longest, **data["engine"]
+    )
     report_progress("0 the engine is ready")
     append_rows(record, [row])
     begin = time.perf_counter()
@@ -172,6 +180,7 @@ def run_server(
     label: str, url: str, served_model: str | None, place: Workplace, on_progress: OnProgress
 ) -> str:
     """Score what the record lacks of a server; returns the run's key."""
+    place.check_metrics()
     scorer = ServedScorer(url, served_model)
     about = _run_row("", place, label, scorer.model)
     key = run_key({"url": url, "sparsek": __version__, **about})

@@ -51,15 +51,24 @@ def score_reply(prompt: Prompt, reply: Reply) -> dict[str, Any]:
     return scores | {"likely": pack(reply.likely)}
 
 
+def metric_of(prompt: Prompt) -> Any:
+    """RULER's metric, of texts, that a prompt names.
+
+    Raises:
+        ImportError: the package of RULER's authors is missing.
+    """
+    with needing("RULER's metric is in a package of its authors", extra="ruler"):
+        from long_context_eval.eval.synthetic import constants
+    return getattr(constants, f"{prompt.metric}_per_sample")
+
+
 def _accuracy(prompt: Prompt, reply: Reply) -> float:
     if prompt.variant == "text":
         places = zip(prompt.target, reply.likely, strict=True)
         return sum(place[x] == max(place.values()) for x, place in places) / len(prompt.target)
     if prompt.metric and reply.text is not None:
-        with needing("RULER's metric is in a package of its authors", extra="ruler"):
-            from long_context_eval.eval.synthetic import constants
-        metric = getattr(constants, f"{prompt.metric}_per_sample")
-        return float(metric([reply.text], [[answer.text for answer in prompt.answers]])[0]) / 100
+        texts = [answer.text for answer in prompt.answers]
+        return float(metric_of(prompt)([reply.text], [texts])[0]) / 100
     found = [_contains(reply, answer) for answer in prompt.answers]
     return float(any(found)) if prompt.metric == "string_match_part" else sum(found) / len(found)
 

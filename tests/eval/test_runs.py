@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.cli import app
 from sparsek_backend.eval.prompt import Prompt, make_text
-from sparsek_backend.eval.prompt_file import PromptSet
+from sparsek_backend.eval.prompt_file import PromptSet, save_prompts
 from sparsek_backend.eval.record import append_rows, pending, read_rows, run_key
 from sparsek_backend.eval.results import (
     MEAN,
@@ -25,7 +26,7 @@ from sparsek_backend.eval.results import (
     read_results,
     warnings_of,
 )
-from sparsek_backend.eval.runs import Workplace
+from sparsek_backend.eval.runs import Workplace, run_server, work
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tasks import make_prompts
@@ -65,6 +66,28 @@ def two_runs(record: Path) -> list[Run]:
         run(Reader(reach=600), prompts, record, "sink_window:600"),
     ]
     return collect_runs(read_rows(record), keys)
+
+
+def test_a_missing_metric_is_named_before_a_model_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RULER's metric scores the first reply, minutes after the start."""
+    asked = prompt_set(WordTokenizer()).prompts[0]
+    length = asked.length + asked.max_tokens  # RULER's has room for the answer
+    prompts = PromptSet([replace(asked, metric="string_match_all", length=length)])
+    file, record = tmp_path / "prompts.json", tmp_path / "r.jsonl"
+    save_prompts(file, prompts)
+    monkeypatch.setitem(sys.modules, "long_context_eval.eval.synthetic", None)
+    monkeypatch.setattr("sparsek_backend.eval.runs.HubTokenizer", lambda model: WordTokenizer())
+    monkeypatch.setattr("sparsek_backend.eval.local.open_scoring_engine", None)
+    run_row = {"run": "x", "settings": None}
+    job = {"model": "m", "engine": {}, "prompts": str(file), "record": str(record), "run": run_row}
+    with pytest.raises(ImportError, match=r"sparsek-backend\[ruler\]"):
+        work(job)
+    place = Workplace(prompts, file, record)
+    with pytest.raises(ImportError, match=r"sparsek-backend\[ruler\]"):
+        run_server("A", "http://127.0.0.1:1/v1", None, place, lambda count, what: None)
+    assert not record.exists()
 
 
 @pytest.mark.parametrize("torn", [False, True])

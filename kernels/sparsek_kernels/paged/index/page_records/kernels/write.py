@@ -25,8 +25,9 @@ def pair_squares(x):
     """Mean squares ``[2, WIDTH]`` of RoPE pairs, of rows and quarters ``[ROWS, 4, WIDTH]``."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[2]
-    squares = tl.sum(tl.reshape(x * x, [ROWS, 2, 2, WIDTH]), axis=1)  # of both channels
-    return tl.sum(squares, axis=0) * (0.5 / ROWS)
+    # Rows first: two lanes with a channel each, the product fused into the sum, would differ.
+    squares = tl.sum(x * x, axis=0) * (0.5 / ROWS)
+    return tl.sum(tl.reshape(squares, [2, 2, WIDTH]), axis=0)  # of both channels
 
 
 @triton.jit
