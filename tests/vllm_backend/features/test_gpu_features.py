@@ -204,28 +204,40 @@ def sleep_and_wake(llama: Path, prompts: list[list[int]], plain: list[list[int]]
         assert ran(llm) > before
 
 
-TWO_GPUS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor parallel": ("llama", {"tensor_parallel_size": 2}),
-    "pipeline parallel": ("llama", {"pipeline_parallel_size": 2}),
-    "expert parallel": ("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+TWO_GPUS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "tensor parallel": ("llama", SPARSE, {"tensor_parallel_size": 2}),
+    "pipeline parallel": ("llama", SPARSE, {"pipeline_parallel_size": 2}),
+    # vLLM's kernels for experts multiply in TF32, and two GPUs round otherwise than one: blocks
+    # that nearly tie for the last place of a selection then change places.
+    "expert parallel": (
+        "moe",
+        COVERING,
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
     "workers of Ray": (
         "llama",
+        SPARSE,
         {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
     ),
 }
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("kind", "options"), TWO_GPUS.values(), ids=TWO_GPUS.keys())
+@pytest.mark.parametrize(("kind", "settings", "options"), TWO_GPUS.values(), ids=TWO_GPUS.keys())
 def test_two_gpus(
-    kind: str, options: dict[str, Any], prompts: list[list[int]], tmp_path: Path
+    kind: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    prompts: list[list[int]],
+    tmp_path: Path,
 ) -> None:
     if "distributed_executor_backend" in options:
         pytest.importorskip("ray")
     model = make_tiny_model(kind, tmp_path)
-    expected = answer(model, prompts)
+    with engine(model, "SPARSEK", settings, **LIMITS) as llm:
+        expected = tokens(generate(llm, prompts, together=True))
     options = {**LIMITS, **options, "disable_custom_all_reduce": True}
-    with engine(model, "SPARSEK", SPARSE, **options) as llm:
+    with engine(model, "SPARSEK", settings, **options) as llm:
         answers = generate(llm, prompts, together=True, logprobs=5)
         pairs = zip(answers, expected, strict=True)
         print("answers part at logprob gaps", [gap_where_parted(*pair) for pair in pairs])
