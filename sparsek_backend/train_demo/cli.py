@@ -19,7 +19,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sparsek_backend.command_line import commands, failing_on, token_option
-from sparsek_backend.machine import choose_device
+from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_backend.train_demo.task import SHORTEST, VALUES
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
@@ -89,7 +89,8 @@ def train_demo(
             return
         results = [_measure(trainer, out) for trainer in trainers]
         console.print(_table(results))
-        summary = {"device": str(where), "config": asdict(config), "runs": results}
+        machine = asdict(describe_machine(where))
+        summary = {"machine": machine, "config": asdict(config), "runs": results}
         (out / "results.json").write_text(json.dumps(summary) + "\n")
         console.print(f"wrote {out / 'results.json'} and {_draw(results, out / 'train-demo.png')}")
 
