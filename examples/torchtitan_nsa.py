@@ -1,42 +1,41 @@
 """Train a natively sparse model in torchtitan, under FSDP2, context and tensor parallelism.
 
-    torchrun --nproc-per-node 8 examples/torchtitan_nsa.py \\
-        --job.config_file examples/torchtitan_nsa.toml \\
+    torchrun --nproc-per-node 8 examples/torchtitan_nsa.py --module torchtitan_nsa --config small \\
         --parallelism.context_parallel_degree 4 --parallelism.tensor_parallel_degree 2
 
-(torchtitan 0.2.2: ``pip install '.[torchtitan]'``.)  What torchtitan asks of a model,
-its train spec, is registered as ``nsa_llama``: ``NSALlamaForCausalLM`` and how its weights and
-tokens are spread.  After the last step ``dump_folder``/model is a folder for ``vllm serve``.
+(torchtitan 0.3 and torch 2.14: ``pip install '.[torchtitan]'``.  With torchtitan 0.2.2, which an
+older torch needs: ``--job.config_file examples/torchtitan_nsa.toml`` in place of module and
+config.)  torchtitan is given ``NSALlamaForCausalLM`` and how its weights and tokens are spread.
+After the last step ``dump_folder``/model is a folder for ``vllm serve``.
 
-The task is made up: the second half of each sequence repeats the first.  For another one give the
-spec a tokenizer and a data loader, such as torchtitan's own for text.
+The task is made up: the second half of each sequence repeats the first.  For another one give
+torchtitan a tokenizer and a data loader, such as its own for text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.train import Trainer, main
 
 from sparsek_backend.distributed import SequenceLayout
 from sparsek_backend.nn import NSAConfig, NSALlamaConfig, NSALlamaForCausalLM, tensor_parallel
 from sparsek_backend.nn.llama import NSALlamaDecoderLayer
 
+BEFORE_03 = Version(version("torchtitan")) < Version("0.3")
 ORDERS = {"headtail": "zigzag", None: "contiguous"}
 """The order of tokens, by torchtitan's name of its load balancer."""
 
@@ -46,24 +45,30 @@ FLAVORS = {
 }
 
 
-@dataclass
-class NSALlamaArgs(BaseModelArgs):
+@dataclass(kw_only=True)
+class NSALlamaArgs:
     """A model's sizes, and which rank holds which tokens."""
 
-    llama: NSALlamaConfig = field(default_factory=lambda: FLAVORS["small"])
+    llama: NSALlamaConfig
     layout: SequenceLayout | None = None
     recompute: bool = False
 
-    def update_from_config(self, job_config: JobConfig, **_: Any) -> None:
+    def update_from_config(self, config: Any) -> None:
         """Refuse what the model has no plan for, and lay the tokens out."""
-        parallelism, recompute = job_config.parallelism, job_config.activation_checkpoint.mode
+        parallelism, recompute = config.parallelism, config.activation_checkpoint
         expected: dict[str, tuple[Any, list[Any]]] = {
             "parallelism.pipeline_parallel_degree": (parallelism.pipeline_parallel_degree, [1]),
             "parallelism.expert_parallel_degree": (parallelism.expert_parallel_degree, [1]),
-            "activation_checkpoint.mode": (recompute, ["none", "full"]),
-            "compile.enable": (job_config.compile.enable, [False]),
-            "model.converters": (job_config.model.converters, [[]]),
+            "compile.enable": (config.compile.enable, [False]),
         }
+        if BEFORE_03:
+            recompute = recompute.mode
+            expected["model.converters"] = (config.model.converters, [[]])
+        else:
+            recompute = {type(None): "none", FullAC.Config: "full"}.get(type(recompute), recompute)
+            expected["parallelism.spmd_backend"] = (parallelism.spmd_backend, ["partial_dtensor"])
+            expected["training.disable_cuda_graphs"] = (config.training.disable_cuda_graphs, [True])
+        expected["activation_checkpoint"] = (recompute, ["none", "full"])
         balancer = parallelism.context_parallel_load_balancer
         if parallelism.context_parallel_degree > 1:
             expected["parallelism.context_parallel_load_balancer"] = (balancer, list(ORDERS))
@@ -75,7 +80,7 @@ class NSALlamaArgs(BaseModelArgs):
         self.recompute = recompute == "full"
         if parallelism.context_parallel_degree > 1:
             self.layout = SequenceLayout(
-                job_config.training.seq_len, parallelism.context_parallel_degree, ORDERS[balancer]
+                config.training.seq_len, parallelism.context_parallel_degree, ORDERS[balancer]
             )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -118,20 +123,24 @@ class NSALlama(NSALlamaForCausalLM):
                 for buffer in layer.buffers():
                     buffer.fill_(1.0)  # tensor parallelism's mark: weights stack head by head
 
+    def verify_module_protocol(self) -> None:
+        """Pass: torchtitan 0.3 asks whether every module is of its own class."""
+
     def forward(self, tokens: torch.Tensor, **_: Any) -> torch.Tensor:
         """Logits of this rank's tokens; the layout gives their positions."""
         return super().forward(tokens, layout=self.layout)
 
 
-def parallelize(model: NSALlama, parallel_dims: ParallelDims, job_config: JobConfig) -> NSALlama:
+def parallelize(
+    model: NSALlama, parallel_dims: ParallelDims, training: Any, parallelism: Any, **_: Any
+) -> NSALlama:
     """Context parallelism, tensor parallelism and FSDP2, in this order."""
-    training, reshard = job_config.training, job_config.parallelism.fsdp_reshard_after_forward
     if parallel_dims.cp_enabled:
         for layer in model.model.layers:
             layer.self_attn.mesh = parallel_dims.get_mesh("cp")
     if parallel_dims.tp_enabled:
         tensor_parallel(model, parallel_dims.get_mesh("tp"))
-    if not parallel_dims.fsdp_enabled:
+    if parallel_dims.get_optional_mesh("fsdp") is None:  # 0.3 has one at one rank too
         if parallel_dims.dp_replicate_enabled:
             raise NotImplementedError(
                 "parallelism.data_parallel_replicate_degree: expected sharded weights beside it, "
@@ -145,7 +154,7 @@ def parallelize(model: NSALlama, parallel_dims: ParallelDims, job_config: JobCon
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         ),
-        "reshard_after_forward": reshard != "never",
+        "reshard_after_forward": parallelism.fsdp_reshard_after_forward != "never",
     }
     if training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
@@ -163,13 +172,10 @@ def parallelize(model: NSALlama, parallel_dims: ParallelDims, job_config: JobCon
 class CopyTask(BaseDataLoader):
     """Sequences whose second half repeats the first."""
 
-    def __init__(
-        self, dp_world_size: int, dp_rank: int, tokenizer: None, job_config: JobConfig
-    ) -> None:
-        training = job_config.training
-        self.step, self.vocab_size = 0, FLAVORS[job_config.model.flavor].vocab_size
-        self.size = (dp_world_size * training.local_batch_size, training.seq_len // 2 + 1)
-        self.rank, self.world = dp_rank, dp_world_size
+    def __init__(self, flavor: str, seq_len: int, local_batch_size: int, **given: Any) -> None:
+        self.step, self.vocab_size = 0, FLAVORS[flavor].vocab_size
+        self.rank, self.world = given["dp_rank"], given["dp_world_size"]
+        self.size = (self.world * local_batch_size, seq_len // 2 + 1)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
@@ -177,7 +183,10 @@ class CopyTask(BaseDataLoader):
             half = torch.randint(self.vocab_size, self.size, generator=generator)
             tokens = torch.cat([half, half[:, :-1]], 1).chunk(self.world)[self.rank]
             self.step += 1
-            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+            inputs = {"input": tokens[:, :-1]}
+            if not BEFORE_03:
+                inputs["positions"] = torch.arange(tokens.shape[1] - 1).expand_as(inputs["input"])
+            yield inputs, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -191,23 +200,81 @@ class FolderTrainer(Trainer):
 
     def train(self) -> None:
         super().train()
-        self.model_parts[0].save_pretrained(Path(self.job_config.job.dump_folder) / "model")
+        folder = self.job_config.job.dump_folder if BEFORE_03 else self.config.dump_folder
+        self.model_parts[0].save_pretrained(Path(folder) / "model")
 
 
-register_train_spec(
-    "nsa_llama",
-    TrainSpec(
-        model_cls=NSALlama,
-        model_args={name: NSALlamaArgs(llama=llama) for name, llama in FLAVORS.items()},
-        parallelize_fn=parallelize,
-        pipelining_fn=None,
-        build_optimizers_fn=build_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=CopyTask,
-        build_tokenizer_fn=None,
-        build_loss_fn=build_cross_entropy_loss,
-    ),
-)
+# What follows tells torchtitan of the model: 0.2.2 reads the settings from a TOML file, 0.3 from
+# a function of this module.
+if BEFORE_03:
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+    register_train_spec(
+        "nsa_llama",
+        TrainSpec(
+            model_cls=NSALlama,
+            model_args={name: NSALlamaArgs(llama=llama) for name, llama in FLAVORS.items()},
+            parallelize_fn=lambda model, parallel_dims, job: parallelize(
+                model, parallel_dims, job.training, job.parallelism
+            ),
+            pipelining_fn=None,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=lambda job_config, **given: CopyTask(
+                job_config.model.flavor, **vars(job_config.training), **given
+            ),
+            build_tokenizer_fn=None,
+            build_loss_fn=build_cross_entropy_loss,
+        ),
+    )
+else:
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.protocols.model import BaseModel
+    from torchtitan.protocols.model_spec import ModelSpec
+
+    @dataclass(kw_only=True, slots=True)
+    class ModelConfig(NSALlamaArgs, BaseModel.Config):
+        def build(self) -> NSALlama:
+            return NSALlama(self)
+
+    @dataclass(kw_only=True, slots=True)
+    class NoTokenizer(BaseTokenizer.Config):
+        def build(self, **_: Any) -> None: ...
+
+    @dataclass(kw_only=True, slots=True)
+    class CopyTaskConfig(BaseDataLoader.Config):
+        flavor: str
+
+        def build(self, **given: Any) -> CopyTask:
+            return CopyTask(self.flavor, **given)
+
+    @dataclass(kw_only=True, slots=True)
+    class JobConfig(Trainer.Config):
+        def build(self) -> FolderTrainer:
+            return FolderTrainer(self)
+
+    def job(flavor: str) -> JobConfig:
+        model = ModelConfig(llama=FLAVORS[flavor])
+        return JobConfig(
+            model_spec=ModelSpec("nsa_llama", flavor, model, parallelize, None, None, None),
+            tokenizer=NoTokenizer(),
+            dataloader=CopyTaskConfig(flavor=flavor),
+            training=TrainingConfig(seq_len=16384, steps=100, disable_cuda_graphs=True),
+            optimizer=default_adamw(lr=1e-3),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+            parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+            activation_checkpoint=FullAC.Config(),
+            loss=CrossEntropyLoss.Config(),
+        )
+
+    small, llama_8b = (partial(job, flavor) for flavor in FLAVORS)
 
 if __name__ == "__main__":
-    main(FolderTrainer)
+    main(FolderTrainer) if BEFORE_03 else main()

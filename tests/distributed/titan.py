@@ -60,10 +60,15 @@ RUNS = {
     "tensor": ["--parallelism.tensor_parallel_degree", "2"],
 }
 OPTIONS = {
-    "job.config_file": torchtitan_nsa.__file__.replace(".py", ".toml"), "training.seq_len": 128,
-    "training.local_batch_size": 2, "training.steps": 3, "metrics.log_freq": 1,
-    "training.mixed_precision_param": "float32", "debug.seed": 0,
+    "training.seq_len": 128, "training.local_batch_size": 2, "training.steps": 3,
+    "metrics.log_freq": 1, "training.mixed_precision_param": "float32", "debug.seed": 0,
 }  # fmt: skip
+SETTINGS = (
+    ["--job.config_file", torchtitan_nsa.__file__.replace(".py", ".toml"), "--job.dump_folder"]
+    if torchtitan_nsa.BEFORE_03
+    else ["--module", torchtitan_nsa.__name__, "--config", "small", "--dump_folder"]
+)
+"""Where a version of torchtitan finds the example's settings; then comes the folder of a run."""
 
 
 def train(rank: int, world: int, folder: str, name: str) -> None:
@@ -75,7 +80,7 @@ def train(rank: int, world: int, folder: str, name: str) -> None:
     )
     output = Path(folder) / name
     given = [text for key, value in OPTIONS.items() for text in (f"--{key}", str(value))]
-    config = ConfigManager().parse_args([*given, "--job.dump_folder", str(output), *RUNS[name]])
+    config = ConfigManager().parse_args([*SETTINGS, str(output), *given, *RUNS[name]])
     losses: list[float] = []
 
     def log(_: Any, step: int, loss: float, *rest: Any, **__: Any) -> None:

@@ -64,7 +64,7 @@ def test_ci_without_vllm_tests_on_the_triton_of_the_set_up(tmp_path: Path) -> No
     pip.write_text('#!/bin/sh\necho "$@"\n')
     pip.chmod(0o755)
     steps = yaml.safe_load((WORKFLOWS / "ci.yaml").read_text())["jobs"]["without-vllm"]["steps"]
-    (shell,) = [one["run"] for one in steps if "pip install" in one.get("run", "")]
+    shell, _ = [one["run"] for one in steps if "pip install" in one.get("run", "")]
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     asked = processes.run("bash", "-ec", shell, cwd=ROOT, env=environ).stdout.split()
     found = re.search(r"^TRITON_VERSION=(.+)$", (ROOT / "deploy" / "lib.sh").read_text(), re.M)
