@@ -72,6 +72,7 @@ TINY = [
     Case("batch2-last-queries", 70, (4, 2), 16, batch=2, num_q=9),
     Case("no-overlap-fp16", 80, (2, 1), 32, NSASpec(16, 16, 16, 4), torch.float16),
     Case("three-cells", 70, (3, 1), 16, NSASpec(8, 8, 24, 3, 1, 1)),
+    Case("three-strides", 75, (2, 1), 16, NSASpec(12, 4, 16, 5)),
     Case("shorter-than-a-block", 7, (4, 1), 16),
     Case("free-selection", 66, (4, 1), 16, NSASpec(8, 4, 8, 4, 0, 0)),
 ]

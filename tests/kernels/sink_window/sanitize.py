@@ -2,10 +2,7 @@
 
 compute-sanitizer --tool memcheck python tests/kernels/sink_window/sanitize.py
 
-``racecheck`` reports two things that are ordered by means it does not follow: the memory through
-which Triton hands arguments to the warps of ``warp_specialize`` (between full barriers), and
-``lse`` and ``delta`` of the backward kernel, which a warp writes before it arrives at the mbarrier
-that the readers wait for.
+``tests/kernels/sanitize.py`` says which reports of ``racecheck`` are explained.
 """
 
 from __future__ import annotations

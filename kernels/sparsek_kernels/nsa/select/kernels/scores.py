@@ -34,6 +34,20 @@ def with_spill(own, spilled, carried, block):
 
 
 @triton.jit
+def _sum_times(mass, times, MOST: tl.constexpr):
+    """Sums over the second axis of ``mass [.., C, ..]``, each taken ``times [C]``, up to ``MOST``.
+
+    Products with powers of two are exact.  Lanes that add two other products, each with its own
+    fused into the sum, would differ in it, and then write different sums to one place.
+    """
+    taken = tl.zeros_like(mass)
+    for bit in tl.static_range(16):
+        if MOST >> bit:
+            taken += mass * (times & (1 << bit)).to(tl.float32)[None, :, None]
+    return tl.sum(taken, 1)
+
+
+@triton.jit
 def _block_scores(
     q,
     k_ptr,
@@ -65,12 +79,9 @@ def _block_scores(
     mass = tl.sum(tl.reshape(p, [BLOCK_B * BLOCK_C, BLOCK_G, BLOCK_T]), 1)
     mass = tl.reshape(mass, [BLOCK_B, BLOCK_C, BLOCK_T])
     offs_c = tl.arange(0, BLOCK_C)
-    spill = tl.where(offs_c < PER_SEL, tl.maximum(offs_c + (PER_CMP - PER_SEL), 0), 0).to(
-        tl.float32
-    )
-    share = tl.where(offs_c < PER_SEL, PER_CMP, 0).to(tl.float32) - spill  # [BLOCK_C]
-    own = tl.sum(mass * share[None, :, None], 1)  # [BLOCK_B, BLOCK_T]
-    return own, tl.sum(mass * spill[None, :, None], 1)
+    spill = tl.where(offs_c < PER_SEL, tl.maximum(offs_c + (PER_CMP - PER_SEL), 0), 0)  # [BLOCK_C]
+    share = tl.where(offs_c < PER_SEL, PER_CMP, 0) - spill
+    return _sum_times(mass, share, PER_CMP), _sum_times(mass, spill, PER_CMP - 1)
 
 
 @triton.jit
