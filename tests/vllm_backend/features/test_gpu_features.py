@@ -207,9 +207,12 @@ def sleep_and_wake(llama: Path, prompts: list[list[int]], plain: list[list[int]]
 TWO_GPUS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tensor parallel": ("llama", SPARSE, {"tensor_parallel_size": 2}),
     "pipeline parallel": ("llama", SPARSE, {"pipeline_parallel_size": 2}),
-    # vLLM's kernels for experts multiply in TF32, and two GPUs round otherwise than one: blocks
-    # that nearly tie for the last place of a selection then change places.
     "expert parallel": (
+        "moe",
+        SPARSE,
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "expert parallel, all keys attended": (
         "moe",
         COVERING,
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
