@@ -363,9 +363,9 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             f"{ON_GPU}::test_two_gpus[expert parallel]",
             f"{ON_GPU}::test_two_gpus[expert parallel, all keys attended]",
             note="with vLLM 0.33 one prompt of four gets another token on two GPUs than on one "
-            "where blocks are selected, with tensor parallelism alone too, and none where all keys are "
-            "attended; rounding in vLLM's kernels for experts would do that, which is not proven; "
-            "vLLM 0.32's CPU build fails, whatever the backend",
+            "where blocks are selected, with tensor parallelism alone too, and none where all keys "
+            "are attended; rounding in vLLM's kernels for experts would do that, which is not "
+            "proven; vLLM 0.32's CPU build fails, whatever the backend",
         ),
         served(
             "data parallel",
