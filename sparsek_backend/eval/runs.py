@@ -26,6 +26,8 @@ from sparsek_backend.machine import choose_device, cpu_dtype, describe_machine
 
 _BATCH_ON_GPU, _BATCH_ON_CPU = 128, 4
 _SERVER_BATCH = 32
+_TOKENS_AT_ONCE = 1 << 21
+"""Of the prompts in one call: about a minute's work, which is what an interruption loses."""
 _LONGEST_REPLY = 600
 _ENGINE_ON_GPU = {
     "max_num_seqs": 128,
@@ -53,13 +55,14 @@ class Workplace:
         """Score what the record lacks of a run, a call of the model at a time.
 
         Args:
-            batch: prompts in one call, which are of one length; texts, of which every token has its
-                likeliest ones, come one by one.
+            batch: prompts in one call at most, which are of one length; fewer where they are long.
+                Texts, of which every token has its likeliest ones, come one by one.
         """
         missing = pending(self.prompts.prompts, self.record, run)
         kinds = groupby(missing, key=lambda p: (p.length, p.variant == "text"))
         for (length, text), group in kinds:
-            alike, size = list(group), 1 if text else batch
+            alike = list(group)
+            size = 1 if text else max(1, min(batch, _TOKENS_AT_ONCE // length))
             for asked in (alike[i : i + size] for i in range(0, len(alike), size)):
                 rows = []
                 for prompt, got in zip(asked, reply(asked), strict=True):

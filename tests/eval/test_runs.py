@@ -111,6 +111,23 @@ def test_an_interrupted_run_continues_where_its_record_ends(tmp_path: Path, torn
     assert not third.asked
 
 
+def test_fewer_prompts_are_asked_in_one_call_where_they_are_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call's scores are kept at its end, and an interruption loses what was not kept."""
+    calls: list[int] = []
+    reply, record = Reader().reply, tmp_path / "r.jsonl"
+
+    def counted(asked: Sequence[Prompt]) -> list[Reply]:
+        calls.append(len(asked))
+        return reply(asked)
+
+    monkeypatch.setattr("sparsek_backend.eval.runs._TOKENS_AT_ONCE", 6 * 1200 - 1)
+    place = Workplace(prompt_set(WordTokenizer()), record, record)
+    place.score(counted, "key", 16, lambda count, what: None)
+    assert calls == [5, 5, 5, 5, 4, 1]
+
+
 def test_both_variants_of_a_task_are_asked_in_one_call(tmp_path: Path) -> None:
     tokenizer, calls = WordTokenizer(), []
     made = make_prompts(
