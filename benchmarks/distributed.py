@@ -86,13 +86,7 @@ CASES = {
     "ring": Case((32, 8), 32 * 1024, "zigzag"),
     "block_sparse": Case((32, 8), 64 * 1024, "balanced"),
     "nsa": Case((64, 4), 64 * 1024, "zigzag"),
-    "nsa_chosen": Case((64, 4), 64 * 1024, "zigzag"),  # keys of the chosen blocks alone travel
 }
-
-
-def is_nsa(name: str) -> bool:
-    """Whether it is native sparse attention, whichever keys travel."""
-    return name.startswith("nsa")
 
 
 @lru_cache(maxsize=2)
@@ -125,7 +119,7 @@ def draw(name: str, heads: tuple[int, int], tokens: int, like: torch.Tensor, see
         return torch.randn(1, tokens, *shape, generator=generator, **kind)
 
     found = [normal(heads[0], DIM), normal(heads[1], DIM), normal(heads[1], DIM)]
-    if is_nsa(name):
+    if name == "nsa":
         found += [normal(heads[0]).sigmoid() for _ in range(3)]
     return [*found, normal(heads[0], DIM)]
 
@@ -134,11 +128,10 @@ def spread_out(
     name: str, mesh: DeviceMesh, layout: SequenceLayout, x: Tensors, window: int
 ) -> torch.Tensor:
     """The attention under context parallelism."""
-    if is_nsa(name):
+    if name == "nsa":
         gates = (x[3], x[4], x[5])
-        gather = "chosen" if name == "nsa_chosen" else "all"
         return context_parallel_nsa_attention(
-            *x[:3], gates, mesh=mesh, layout=layout, window_size=window, gather=gather
+            *x[:3], gates, mesh=mesh, layout=layout, window_size=window
         )
     if name == "block_sparse":
         pattern = pattern_of(layout.num_tokens, x[0].device)
@@ -153,7 +146,7 @@ def on_one(
     name: str, x: Tensors, window: int, block_indices: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The attention on one rank."""
-    if is_nsa(name):
+    if name == "nsa":
         return nsa_attention(*x, window_size=window, block_indices=block_indices)
     if name == "block_sparse":
         return block_sparse_attention(*x, pattern_of(x[0].shape[1], x[0].device), causal=True)
@@ -194,7 +187,7 @@ def check(name: str, mesh: DeviceMesh, like: torch.Tensor) -> str:
     """
     case, world = CASES[name], mesh.size()
     tokens = 512 if like.is_cuda else 64
-    if is_nsa(name):  # so few that every block is chosen
+    if name == "nsa":  # so few that every block is chosen
         tokens = min(tokens, TOP_N * BLOCK // world)
     heads = (2 * case.heads[0] // case.heads[1], 2)
     layout = layout_of(case, tokens * world, world, like.device)
@@ -211,7 +204,7 @@ def check(name: str, mesh: DeviceMesh, like: torch.Tensor) -> str:
                     f"{name}: tensor {index}, relative error {error:.2e} > 2 * {due:.2e}"
                 )
     words = f"worst relative error {worst:.1e}, bound twice one rank's"
-    if not is_nsa(name):
+    if name != "nsa":
         return words
     tokens = (8 if like.is_cuda else 2) * TOP_N * BLOCK
     layout = SequenceLayout(tokens, world, case.order)
@@ -238,7 +231,7 @@ def shared_step(name: str, mesh: DeviceMesh, case: Case, tokens: int, like: torc
     layout = layout_of(case, tokens * mesh.size(), mesh.size(), like.device)
     *leaves, dout = draw(name, case.heads, tokens, like, mesh.get_local_rank())
     leaves = [x.requires_grad_() for x in leaves]
-    window = NSA_WINDOW if is_nsa(name) else WINDOW
+    window = NSA_WINDOW if name == "nsa" else WINDOW
     return passes(lambda: spread_out(name, mesh, layout, leaves, window), leaves, dout)
 
 

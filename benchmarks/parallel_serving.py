@@ -14,8 +14,9 @@ holds both for equally likely, or where two blocks tie for the last place of the
 often rounding does that is measured: the control of a kind is the same model on one GPU with the
 neurons of its MLPs in another order.
 
-``equal`` tells whether no more answers parted beyond ties than rounding explains; ``refused`` why a
-row gave none.  The table is written after every engine.  Exit status 1: a row is not equal, or was
+``equal`` tells whether no more answers parted beyond ties than rounding explains, and no sooner:
+where all long prompts part, their number alone tells nothing.  ``refused`` says why a row gave no
+answers.  The table is written after every engine.  Exit status 1: a row is not equal, or was
 refused.
 """
 
@@ -26,6 +27,7 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -45,6 +47,8 @@ TIES = {"float32": 0.01, "bfloat16": 0.1}
 """Log-probability gap within which two tokens are a tie."""
 NOISE = 1.5
 """How many times as many answers as the control's may part beyond ties."""
+SOONER = 3.0
+"""How many times as soon as the control's the mean answer may part."""
 SETTINGS = {"num_sink": 64, "window_size": 128, "top_k": 8, "dense_below": 256, "query_tile": 1}
 PAGE = 64
 KINDS: dict[str, dict[str, Any]] = {
@@ -128,10 +132,12 @@ def judge(one: dict[str, Any], many: dict[str, Any], tie: float) -> dict[str, An
         for ours, theirs in zip(many["answers"], one["answers"], strict=True)
     ]
     gaps = [one.gap for one in found if one.gap is not None]
+    equal = [one.equal for one in found if one.gap is not None]
     return {
         "answers": len(found),
         "answers_equal": len(found) - len(gaps),
         "parted_beyond_ties": sum(gap > tie for gap in gaps),
+        "tokens_until_parted": statistics.mean(equal) if equal else None,
         "widest_gap": max(gaps, default=0.0),
         "largest_logprob_difference": max(one.distance for one in found),
         **{name: value for name, value in many.items() if name != "answers"},
@@ -154,9 +160,11 @@ def table_of(
             given |= judge(one, found[name], tie)
             rounding = judge(one, control, tie)
             allowed = NOISE * rounding["parted_beyond_ties"]
-            shown = ("parted_beyond_ties", "widest_gap", "largest_logprob_difference")
+            after, due = given["tokens_until_parted"], rounding["tokens_until_parted"]
+            shown = ("parted_beyond_ties", "tokens_until_parted", "widest_gap")
             given["control"] = {name: rounding[name] for name in shown}
-            given["equal"] = given["parted_beyond_ties"] <= allowed
+            sooner = None not in (after, due) and SOONER * after < due
+            given["equal"] = given["parted_beyond_ties"] <= allowed and not sooner
         table[name] = given
     return table
 

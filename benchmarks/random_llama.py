@@ -173,10 +173,12 @@ class Difference:
         gap: how much less likely the expected run held the first token that differs than its own;
             ``None`` where all tokens are equal.
         distance: largest difference of log-probabilities of the tokens before that.
+        equal: how many tokens there are before that.
     """
 
     gap: float | None
     distance: float
+    equal: int
 
 
 def compare(answer: Answer, expected: Answer) -> Difference:
@@ -186,6 +188,6 @@ def compare(answer: Answer, expected: Answer) -> Difference:
         if ours != theirs:
             known = expected.known[place]
             gap = known[theirs] - known[ours] if ours in known else math.inf
-            return Difference(gap, distance)
+            return Difference(gap, distance, place)
         distance = max(distance, abs(answer.logprobs[place] - expected.logprobs[place]))
-    return Difference(None, distance)
+    return Difference(None, distance, len(answer.tokens))

@@ -1,8 +1,8 @@
 """Native sparse attention over a sharded stream (arXiv 2502.11089).
 
 Each rank makes the compressed blocks that end in its tokens, from a halo of ``l - d`` tokens before
-them, and fetches the blocks before its own, the keys and values before its tokens (all, or of the
-blocks that its queries chose), and the window.  Every query chooses and attends as on one rank.
+them, and fetches the blocks before its own, the keys and values before its tokens, and the window.
+Every query chooses and attends as on one rank.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsek_backend.distributed.calls import offsets_of, on_device
-from sparsek_backend.distributed.chosen import Chosen, fetch_chosen
 from sparsek_backend.distributed.exchange import Fetch
 from sparsek_backend.distributed.layouts import SequenceLayout, check_layout, check_shard
 from sparsek_backend.distributed.mesh import channel_of
@@ -28,8 +26,6 @@ from sparsek_kernels.nsa.api import check_phi
 from sparsek_kernels.nsa.checks import check_pair
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.spec import NSASpec
-
-Gather = Literal["all", "chosen"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +128,6 @@ def context_parallel_nsa_attention(
     spec: NSASpec | None = None,
     window_size: int = 512,
     softmax_scale: float | None = None,
-    gather: Gather = "all",
 ) -> torch.Tensor:
     """:func:`sparsek_kernels.nsa_attention` of sequences that lie on several ranks.
 
@@ -153,9 +148,6 @@ def context_parallel_nsa_attention(
         spec: block sizes and counts.
         window_size: latest tokens that the sliding branch sees, the query's own included.
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
-        gather: which keys before its tokens a rank receives for the selected branch: ``all``, or
-            ``chosen``, the keys of the blocks that its queries selected.  ``chosen`` waits for the
-            GPU once a call, and sends less where a rank's queries leave blocks out.
 
     Returns:
         This rank's rows of the output, ``[B, n, Hq, D]``.
@@ -172,8 +164,6 @@ def context_parallel_nsa_attention(
         check_layout(layout, mesh)
         tensors = _check(q, k, v, gates, layout, compression, sliding, spec, window_size)
         scale = check_scale(softmax_scale, q.shape[3])
-        if gather not in ("all", "chosen"):
-            raise ValueError(f"gather: expected 'all' or 'chosen', got {gather!r}")
         facts.update(
             layout=layout,
             q=(tuple(q.shape), str(q.dtype), q.device.type),
@@ -183,16 +173,13 @@ def context_parallel_nsa_attention(
             spec=spec,
             window_size=window_size,
             softmax_scale=scale,
-            gather=gather,
             requires_grad=torch.is_grad_enabled() and [x.requires_grad for x in tensors],
         )
     plan = plan_nsa(layout, channel.rank, spec, window_size, q.shape[0])
     compression = compression or Compression(k, v)
     # The small exchange first: compression runs while the large ones are under way.
     halo = Fetch(channel, plan.halo, (compression.k, compression.v))
-    every = Fetch(channel, plan.selected, (k, v)) if gather == "all" else None
-    if sliding is None and every is None:
-        sliding = (k, v)
+    every = Fetch(channel, plan.selected, (k, v))
     window = None if sliding is None else Fetch(channel, plan.sliding, sliding)
     made = _compress(compression, halo.wait()[0], plan, spec)
     compressed = Fetch(channel, plan.compressed, made).wait()
@@ -201,16 +188,9 @@ def context_parallel_nsa_attention(
         NSACall.of(settings, group, q, gates, blocks)
         for group, blocks in zip(plan.groups, compressed, strict=True)
     ]
-    if every is None:
-        blocks = [call.choose() for call in calls]
-        chosen = fetch_chosen(channel, layout, plan.groups, blocks, (k, v), spec.sel_block_size)
-    else:
-        chosen = [Chosen(keys, None) for keys in every.wait()]
-    nearest = [x.tensors for x in chosen] if window is None else window.wait()
-    outputs = [
-        call.attend(keys, near, indices)
-        for call, (keys, indices), near in zip(calls, chosen, nearest, strict=True)
-    ]
+    keys = every.wait()
+    nearest = keys if window is None else window.wait()
+    outputs = [call.attend(*pairs) for call, *pairs in zip(calls, keys, nearest, strict=True)]
     parts: list[tuple[int, torch.Tensor]] = []
     for group, out in zip(plan.groups, outputs, strict=True):
         split = out.split([x.stop - x.start for x in group.rows], 1)

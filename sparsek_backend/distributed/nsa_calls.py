@@ -11,7 +11,6 @@ from sparsek_backend.distributed.calls import on_device
 from sparsek_backend.distributed.nsa_plan import Group
 from sparsek_backend.distributed.rows import take_rows
 from sparsek_kernels import nsa_attention
-from sparsek_kernels.nsa.ops import compressed_select
 from sparsek_kernels.nsa.spec import NSASpec
 
 Pair = tuple[torch.Tensor, ...]  # keys and values
@@ -60,29 +59,8 @@ class NSACall:
             group.seq_len,
         )
 
-    def choose(self) -> torch.Tensor:
-        """The blocks that the queries choose ``[B, N, Hkv, S]``, as :meth:`attend` would."""
-        with torch.no_grad():
-            found: tuple[torch.Tensor, ...] = compressed_select(
-                self.q,
-                *self.compressed,
-                self.seq_len,
-                self.cu_seqlens,
-                self.settings.spec.as_list(),
-                self.settings.softmax_scale,
-            )
-        return found[2]
-
-    def attend(
-        self, keys: Pair, nearest: Pair, block_indices: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The output.
-
-        Args:
-            keys: K and V of all tokens before each query, or of the selected blocks alone.
-            nearest: the window's.
-            block_indices: the choice, counted among ``keys``; made here when ``None``.
-        """
+    def attend(self, keys: Pair, nearest: Pair) -> torch.Tensor:
+        """The output, for K and V of all tokens before each query, and the window's."""
         out = nsa_attention(
             self.q,
             *keys,
@@ -91,7 +69,6 @@ class NSACall:
             v_cmp=self.compressed[1],
             k_swa=nearest[0],
             v_swa=nearest[1],
-            block_indices=block_indices,
             seq_len=self.seq_len,
             **asdict(self.settings.spec),
             window_size=self.settings.window_size,

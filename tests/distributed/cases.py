@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +28,6 @@ from sparsek_backend.nn import (
     CompressionMLP,
     NativeSparseAttention,
     NSAConfig,
-    native_sparse_attention,
 )
 from sparsek_backend.patterns import BlockSparsePattern
 
@@ -217,22 +215,8 @@ def run_layer(
     whole: Arrays,
     compressed_only: list[bool] | None = None,
     recompute: bool = False,
-    gather: str = "all",
 ) -> Arrays:
     """Output and gradients of the tokens and weights, from this rank's shard."""
-    attention = partial(context_parallel_nsa_attention, gather=gather)
-    with mock.patch.object(native_sparse_attention, "context_parallel_nsa_attention", attention):
-        return _run_layer(mesh, layout, options, whole, compressed_only, recompute)
-
-
-def _run_layer(
-    mesh: DeviceMesh,
-    layout: SequenceLayout,
-    options: dict[str, Any],
-    whole: Arrays,
-    compressed_only: list[bool] | None,
-    recompute: bool,
-) -> Arrays:
     x, upstream = (shard(torch.from_numpy(whole[name]), mesh, layout) for name in ("x", "dout"))
     module = build(options, x.dtype, mesh)
     x.requires_grad_()
@@ -264,25 +248,3 @@ def compress_with_another_map(mesh: DeviceMesh) -> None:
         compression=Compression(x, x, phi_k, phi_v),
         spec=NSAConfig.from_dict(SMALL).spec,
     )
-
-
-def received_keys(
-    mesh: DeviceMesh, layout: SequenceLayout, whole: Arrays, gather: str
-) -> tuple[np.ndarray, int]:
-    """Outputs, and the rows that this rank receives in the largest exchange of keys."""
-    local = {name: shard(torch.from_numpy(x), mesh, layout) for name, x in whole.items()}
-    gates = local["gates"].unbind(-1)
-    counts: list[int] = []
-    start = Exchange.start
-
-    def counted(exchange: Exchange, tensors: Any) -> None:
-        counts.append(sum(rows for _, rows in exchange.transfers.receives))
-        start(exchange, tensors)
-
-    spec = NSAConfig.from_dict({**SMALL, "num_local_blocks": 1, "top_n": 2}).spec
-    options = {"spec": spec, "window_size": 4, "gather": gather}
-    with mock.patch.object(Exchange, "start", counted):
-        out = context_parallel_nsa_attention(
-            *(local[name] for name in "qkv"), gates, mesh=mesh, layout=layout, **options
-        )
-    return out.numpy(), max(counts)

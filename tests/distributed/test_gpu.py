@@ -46,7 +46,6 @@ def test_benchmark_is_green(count: int, tmp_path: Path) -> None:
         "ring",
         "block_sparse",
         "nsa",
-        "nsa_chosen",
     }
     assert all(row.is_timed for row in rows)
     for row in json.loads(file.read_text()):

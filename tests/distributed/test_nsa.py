@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,14 +32,13 @@ def check(
     batch: int = 1,
     shut: list[bool] | None = None,
     recompute: bool = False,
-    gather: str = "all",
     **options: Any,
 ) -> None:
     """Output and every gradient, within twice the error of one rank."""
     torch.manual_seed(layout.num_tokens)
     x, dout = (torch.randn(batch, layout.num_tokens, 24, dtype=dtype) for _ in range(2))
     whole = {"x": x.numpy(), "dout": dout.numpy()}
-    given = (layout, options, whole, shut, recompute, gather)
+    given = (layout, options, whole, shut, recompute)
     shards = ranks.run(layout.world_size, cases.run_layer, *given)
     tokens = together(layout, [{name: y[name] for name in ("out", "dx")} for y in shards])
     names = [name for name in shards[0] if name not in tokens]
@@ -77,42 +75,16 @@ def test_layer(ranks: Ranks, world: int, order: Any, cu_seqlens: tuple[int, ...]
     layout = SequenceLayout(104, world, order, cu_seqlens)
     check(ranks, layout)
     check(ranks, layout, torch.float64, shared_kv=True, compression="mean")
-    check(ranks, layout, gather="chosen")
-    check(ranks, layout, torch.float64, gather="chosen", shared_kv=True, top_n=3)
-
-
-def test_blocks_that_no_query_chose_do_not_travel(ranks: Ranks) -> None:
-    torch.manual_seed(0)
-    layout = SequenceLayout(256, 4)
-    whole = {"q": torch.randn(1, 256, 2, 8), "gates": torch.rand(1, 256, 2, 3)}
-    # The first tokens are the best match of all queries: few blocks are chosen.
-    whole |= {name: torch.randn(1, 256, 1, 8) for name in "kv"}
-    whole["q"] = whole["q"].abs()
-    whole["k"][:, :40] = whole["k"][:, :40].abs() + 1
-    arrays = {name: x.numpy() for name, x in whole.items()}
-    every, chosen = (
-        ranks.run(4, cases.received_keys, layout, arrays, x) for x in ("all", "chosen")
-    )
-    for (out, rows), (same, fewer) in zip(every, chosen, strict=True):
-        assert np.array_equal(out, same)
-        assert fewer <= rows
-    assert [rows for _, rows in every] == [0, 64, 128, 192]
-    assert chosen[-1][1] < 96
-    for done, what in ranks.outcomes(4, cases.received_keys, layout, arrays, "some"):
-        assert not done
-        assert what[1].startswith("gather: expected 'all' or 'chosen', got 'some'")
 
 
 def test_batch(ranks: Ranks) -> None:
     check(ranks, SequenceLayout(48, 4, "zigzag"), batch=2, window_size=30)
     check(ranks, SequenceLayout(48, 2), batch=2, shut=[True, False])
-    check(ranks, SequenceLayout(48, 4, "zigzag"), batch=2, gather="chosen")
 
 
 def test_activation_checkpointing(ranks: Ranks) -> None:
     layout = SequenceLayout(104, 4, "zigzag", PACKED["packed"])
     check(ranks, layout, recompute=True)
-    check(ranks, layout, recompute=True, gather="chosen")
 
 
 def test_compressed_only_of_packed_sequences(ranks: Ranks) -> None:
@@ -128,8 +100,7 @@ def test_any_layout(ranks: Ranks, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, tokens), max_size=5))
     order: Any = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     layout = SequenceLayout(tokens, world, order, (0, *sorted(cuts), tokens))
-    gather = data.draw(st.sampled_from(["all", "chosen"]))
-    check(ranks, layout, torch.float64, gather=gather)
+    check(ranks, layout, torch.float64)
 
 
 BAD = {

@@ -72,6 +72,24 @@ def test_what_rounding_explains_is_equal(
     assert table["tp2-eager"]["answers_equal"] == 3 - len(row)
 
 
+@pytest.mark.parametrize(("after", "equal"), [(0, False), (1, False), (2, True), (6, True)])
+def test_answers_that_part_much_sooner_are_not_equal(
+    script: dict[str, Any], after: int, equal: bool
+) -> None:
+    """As many part as of the control, which part after six tokens."""
+
+    def parted(place: int) -> dict[str, Any]:
+        said = [5] * place + [6] * (8 - place)
+        known = {"5": -1.0, "6": -2.0}
+        answer = {"tokens": said, "logprobs": [-1.0] * 8, "known": [known] * 8}
+        return {"answers": [answer] * 3, "seconds": 1.0}
+
+    found = {"one, 4 KV heads": parted(8), "control, 4 KV heads": parted(6)}
+    found["tp2-eager"] = parted(after)
+    row = script["table_of"](script["rows_of"](2), found, 0.01)["tp2-eager"]
+    assert (row["equal"], row["tokens_until_parted"]) == (equal, after)
+
+
 @pytest.mark.parametrize("kind", ["1 KV head", "experts"])
 def test_the_control_differs_by_rounding_alone(
     script: dict[str, Any], kind: str, tmp_path: Path
