@@ -61,6 +61,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
             *(*PYTEST, "-k", "not real_sizes and not torch and not many_places"),
             *(f"{PAGED}/test_{name}.py" for name in ("small", "attend_sample", "attend_cells")),
             *(f"{PAGED}/test_{name}.py" for name in ("page_records", "records", "rank")),
+            f"{PAGED}/test_addresses.py",
         ),
         (*PYTEST, f"{PAGED}/test_hopper.py", "-k", "layouts or lists or sinks or dense_below"),
     ),

@@ -131,8 +131,13 @@ def make_problem(
     query_gain: float = 3.0,
     max_seq_len: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    spare_columns: int = 2,
 ) -> Problem:
-    """``lengths``: (new tokens, sequence length) of each request; decodes first."""
+    """``lengths``: (new tokens, sequence length) of each request; decodes first.
+
+    Without ``spare_columns`` the block table ends with the longest sequence, and holds no pages
+    past the others.
+    """
     gen = torch.Generator(device=device).manual_seed(seed)
     counts = [-(-n // page_size) for _, n in lengths]
     pages = sum(counts) + spare_pages
@@ -140,7 +145,8 @@ def make_problem(
         pages, heads, page_size, dim, dtype, device, head_major, cache_dtype
     )
     order = torch.randperm(pages, generator=gen, device=device)[: sum(counts)]
-    table = torch.zeros(len(lengths), max([*counts, 1]) + 2, dtype=torch.int32, device=device)
+    shape = (len(lengths), max([*counts, 1]) + spare_columns)
+    table = torch.full(shape, 0 if spare_columns else 1 << 30, dtype=torch.int32, device=device)
     taken = 0
     keys, values, slots = [], [], []
     for row, (_, n) in enumerate(lengths):

@@ -96,6 +96,8 @@ def attend_pieces(
     mask_d = offs_d < HEAD_DIM
     SMALL: tl.constexpr = SEL_BLOCK < BLOCK_N  # several blocks a piece; `start` is then every key's
     WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    # Pieces of a list's last block may lie past the sequence: the table need not have their pages.
+    PAST: tl.constexpr = MASKED and not WINDOWED and SEL_BLOCK > BLOCK_N
     find: tl.constexpr = piece_keys if SMALL else piece_start
     last_piece = piece_end - 1
     start = find(
@@ -107,7 +109,7 @@ def attend_pieces(
     if SMALL:
         page = page_of(table_ptr, start, some & (start <= high), PAGE_SIZE)
     elif WHOLE:
-        page = page_of(table_ptr, start, some, PAGE_SIZE)
+        page = page_of(table_ptr, start, some & (start <= high) if PAST else some, PAGE_SIZE)
     else:
         page = page_of(table_ptr, start + offs_n, some & (start + offs_n <= high), PAGE_SIZE)
     for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
@@ -121,7 +123,9 @@ def attend_pieces(
             next_page = page_of(table_ptr, next_start, next_start <= high, PAGE_SIZE)
             rows = keys % PAGE_SIZE
         elif WHOLE:
-            next_page = page_of(table_ptr, next_start, True, PAGE_SIZE)
+            next_page = page_of(
+                table_ptr, next_start, next_start <= high if PAST else True, PAGE_SIZE
+            )
             rows = (start % PAGE_SIZE) + offs_n
         else:
             next_page = page_of(

@@ -151,13 +151,15 @@ def near_keys(k_ptr, page, key, ak, reach, stride_kp, stride_kt, PAGE: gl.conste
 
 @gluon.jit
 def near_sums(
-    states, q_row, k_ptr, table, segment, position, qk_scale, stride_qh, stride_qt, k_strides,
-    ROWS: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
+    states, q_row, k_ptr, table, segment, position, num_tokens, qk_scale, stride_qh, stride_qt,
+    k_strides,
+    GROUP: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE: gl.constexpr,
 ):  # fmt: skip
     """Leave each row's maximum and sum of exps of the keys of one near segment.
 
-    position: of the first token; the others follow it.
+    position: of the first of ``num_tokens`` tokens; the others follow it.  Rows of tokens that the
+    request does not have are zeros.
     """
     stride_kp, _stride_kh, stride_kt = k_strides
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -166,7 +168,7 @@ def near_sums(
     bk = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, B))[:, None]
     bn = gl.arange(0, N, layout=gl.SliceLayout(0, B))[None, :]
     at = q_row + (bn // GROUP) * stride_qt + (bn % GROUP).to(gl.int64) * stride_qh + bk
-    q = gl.load(at, mask=bn < ROWS, other=0.0)
+    q = gl.load(at, mask=bn < num_tokens * GROUP, other=0.0)
     am = gl.arange(0, 16, layout=gl.SliceLayout(1, A))
     ak = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, A))[None, :]
     cm = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))[:, None]
@@ -174,7 +176,7 @@ def near_sums(
     page = gl.load(table + segment * 64 // PAGE).to(gl.int64)
     highest = gl.full([16, N], NONE, gl.float32, MMA)
     total = gl.zeros([16, N], gl.float32, MMA)
-    reach = position + (ROWS - 1) // GROUP
+    reach = position + num_tokens - 1
     coming = near_keys(k_ptr, page, segment * 64 + am, ak, reach, stride_kp, stride_kt, PAGE)
     for part in gl.static_range(4):
         k = coming
@@ -264,8 +266,8 @@ def weigh_cells_kernel(
         if segment * 64 < seq_len:
             near_sums(
                 states, q_row, k_ptr + kv_head.to(gl.int64) * k_strides[1], table, segment,
-                position, qk_scale, q_strides[1], q_strides[0], k_strides,
-                ROWS, GROUP, max(COLUMNS, 8), COLUMNS, HEAD_DIM, PAGE,
+                position, 1 if QUERY_LEN == 1 else num_tokens, qk_scale, q_strides[1], q_strides[0],
+                k_strides, GROUP, max(COLUMNS, 8), COLUMNS, HEAD_DIM, PAGE,
             )  # fmt: skip
         else:
             n = gl.arange(0, 32, layout=LANES)
