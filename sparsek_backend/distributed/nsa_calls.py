@@ -33,7 +33,6 @@ class NSACall:
     gates: tuple[torch.Tensor, ...]  # of the compressed, selected and sliding branch
     compressed: Pair  # compressed keys and values
     cu_seqlens: torch.Tensor | None  # offsets, where the group has several sequences
-    seq_len: int  # tokens up to the last query
 
     @classmethod
     def of(
@@ -56,7 +55,6 @@ class NSACall:
             tuple(gates_of_rows),
             compressed,
             None if offsets is None else on_device(offsets, q.device),
-            group.seq_len,
         )
 
     def attend(self, keys: Pair, nearest: Pair) -> torch.Tensor:
@@ -69,7 +67,6 @@ class NSACall:
             v_cmp=self.compressed[1],
             k_swa=nearest[0],
             v_swa=nearest[1],
-            seq_len=self.seq_len,
             **asdict(self.settings.spec),
             window_size=self.settings.window_size,
             softmax_scale=self.settings.softmax_scale,

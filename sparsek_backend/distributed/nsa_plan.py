@@ -29,13 +29,6 @@ class Group:
         """Offsets of several sequences."""
         return offsets_of(map(len, self.segments)) if len(self.segments) > 1 else None
 
-    @property
-    def seq_len(self) -> int:
-        """Tokens up to the last query, of all sequences."""
-        if len(self.segments) > 1:
-            return sum(map(len, self.segments))
-        return self.segments[0].stop - self.segments[0].sequence
-
 
 @dataclass(frozen=True)
 class NSAPlan:

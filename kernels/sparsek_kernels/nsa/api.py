@@ -291,7 +291,6 @@ def nsa_attention(
     k_swa: torch.Tensor | None = None,
     v_swa: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
-    seq_len: int | None = None,
     cmp_block_size: int = 32,
     cmp_stride: int = 16,
     sel_block_size: int = 64,
@@ -324,9 +323,6 @@ def nsa_attention(
             window holds; ``k`` when ``None``.
         v_swa: values of the sliding branch, given with ``k_swa``.
         block_indices: ``[B, N, Hkv, S]`` int32 selection to use instead of :func:`nsa_select`.
-        seq_len: tokens that ``k_cmp`` was made of; M when ``None``.  With ``block_indices``, ``k``
-            may hold fewer: whole blocks before the first query that no query chose are left out,
-            and ``block_indices`` count those that are there.
         cmp_block_size: tokens of a compressed block, a multiple of ``cmp_stride``.
         cmp_stride: tokens from one compressed block to the next.
         sel_block_size: tokens of a selection block (see :func:`nsa_select`).
@@ -361,14 +357,6 @@ def nsa_attention(
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
         gates.append(check_tensor(name, gate, tuple(q.shape[:3]), DTYPES, q.device))
     length = k.shape[1]
-    if seq_len is not None:
-        check_int("seq_len", seq_len, 0)
-        length = seq_len
-    if length != k.shape[1] and (k_cmp is None or block_indices is None or length < k.shape[1]):
-        raise ValueError(
-            f"seq_len: expected {k.shape[1]}, the tokens of k, or more with k_cmp and "
-            f"block_indices, got {length}"
-        )
     if k_cmp is not None and v_cmp is not None:
         _check_compressed(q, k_cmp, v_cmp, spec, length, cu_seqlens, k.shape[2])
     scale = check_scale(softmax_scale, q.shape[3])

@@ -99,12 +99,6 @@ def test_block_sizes(fields: dict[str, Any], error: type[Exception], message: st
             ValueError,
             "k_swa: expected 70 tokens or more, got 69",
         ),
-        (
-            lambda: nsa_attention(Q, K, K, *GATES, seq_len=80),
-            ValueError,
-            "seq_len: expected 70, the tokens of k, or more with k_cmp and block_indices, got 80",
-        ),
-        (lambda: nsa_attention(Q, K, K, *GATES, seq_len="80"), TypeError, "seq_len: "),
         (lambda: nsa_attention(Q, K, K, *GATES, window_size=0), ValueError, "window_size: "),
         (lambda: nsa_attention(Q, K, K, *GATES, window_size=None), TypeError, "window_size: "),
         (lambda: nsa_attention(Q, K, K, *GATES, cu_seqlens=cu()), ValueError, "cu_seqlens: "),

@@ -200,34 +200,6 @@ def test_separate_keys_per_branch(problem: Any) -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_blocks_that_no_query_chose_can_be_left_out() -> None:
-    """Keys of the chosen blocks alone, put together, give the same output and gradients."""
-    torch.manual_seed(0)
-    lengths = {"cmp_block_size": 8, "cmp_stride": 4}
-    options = {**lengths, "sel_block_size": 8, "top_n": 3, "num_local_blocks": 1, "window_size": 10}
-    q = torch.randn(1, 6, 4, 8, dtype=torch.float64)
-    k, v = (torch.randn(1, 80, 2, 8, dtype=torch.float64) for _ in "kv")
-    gates = torch.rand(3, 1, 6, 4, dtype=torch.float64).unbind()
-    leaves = [x.requires_grad_() for x in (q, k, v, *gates, *nsa_compress(k, v, **lengths))]
-    q, k, v, *gates, k_cmp, v_cmp = leaves
-    blocks = {"k_cmp": k_cmp, "v_cmp": v_cmp, **options}
-    whole, indices = nsa_attention(q, k, v, *gates, return_block_indices=True, **blocks)
-    kept = sorted({*indices[indices >= 0].tolist(), 9})
-    assert len(kept) < 10
-    rows = torch.cat([torch.arange(8 * block, 8 * block + 8) for block in kept])
-    place = torch.tensor([kept.index(x) if x in kept else -1 for x in [*range(10), -1]]).int()
-    found = nsa_attention(
-        *(q, k[:, rows], v[:, rows], *gates),
-        **{"k_swa": k, "v_swa": v, "block_indices": place[indices.long()], "seq_len": 80, **blocks},
-    )
-    assert torch.equal(found, whole)
-    dout = torch.randn_like(whole)
-    for have, need in zip(
-        *(torch.autograd.grad(x, leaves, dout) for x in (found, whole)), strict=True
-    ):
-        torch.testing.assert_close(have, need)
-
-
 def test_strided_inputs_are_read_by_stride(problem: Any) -> None:
     case = problem(64, window_size=20, **SMALL)
     tensors = (case.q, case.k, case.v, *case.gates)
