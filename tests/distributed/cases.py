@@ -198,6 +198,13 @@ def die(mesh: DeviceMesh, where: str) -> None:
         call_with(mesh, {})
 
 
+def die_and_call_again(mesh: DeviceMesh, where: str) -> None:
+    """:func:`die`; ranks that it took nothing from learn of it in their next call."""
+    die(mesh, where)
+    torch.cuda.synchronize()
+    call_with(mesh, {})
+
+
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
 
 
