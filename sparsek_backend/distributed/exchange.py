@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from sparsek_backend.distributed.mesh import Channel
-from sparsek_backend.distributed.rows import Part, Piece, Transfers, spread, summed, take, take_rows
+from sparsek_backend.distributed.rows import (
+    Part,
+    Piece,
+    Transfers,
+    put_sums,
+    spread,
+    summed,
+    take,
+    take_rows,
+)
 
 TensorParts = list[list[Part]]  # of each tensor
 Messages = list[tuple[int, list[torch.Tensor]]]  # of each peer, by rank of the mesh
@@ -24,23 +33,30 @@ class Exchange:
 
     Args:
         like: one of the tensors, ``[B, rows, H, D]``.
+        gradients: the dtype in which gradients travel, that of the tensors by default.
     """
 
     def __init__(
-        self, channel: Channel, transfers: Transfers, like: torch.Tensor, count: int
+        self,
+        channel: Channel,
+        transfers: Transfers,
+        like: torch.Tensor,
+        count: int,
+        gradients: torch.dtype | None = None,
     ) -> None:
         self._channel, self.transfers = channel, transfers
         self._count, self._shape = count, like.shape
-        self._kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        self._dtype, self._device = like.dtype, like.device
+        self._gradients = gradients or like.dtype
         self.tensors: Sequence[torch.Tensor] = []  # what a fetch puts together rows of
         self.own: TensorParts = []  # gradients of the own rows that this rank asked for
 
-    def _buffer(self, rows: int) -> torch.Tensor:
+    def _buffer(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         batch, _, *rest = self._shape
-        return torch.empty((batch, rows, *rest), **self._kind)
+        return torch.empty((batch, rows, *rest), dtype=dtype, device=self._device)
 
-    def _buffers(self, rows: int) -> list[torch.Tensor]:
-        return [self._buffer(rows) for _ in range(self._count)]
+    def _buffers(self, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [self._buffer(rows, dtype) for _ in range(self._count)]
 
     def _begin(self, sends: Messages, receives: Messages) -> None:
         group, peers = self._channel.group, self._channel.peers
@@ -56,7 +72,9 @@ class Exchange:
             (rank, [take_rows(x, rows).contiguous() for x in tensors])
             for rank, rows in self.transfers.sends
         ]
-        receives = [(rank, self._buffers(count)) for rank, count in self.transfers.receives]
+        receives = [
+            (rank, self._buffers(count, self._dtype)) for rank, count in self.transfers.receives
+        ]
         self._begin(sends, receives)
 
     def wait(self) -> list[list[torch.Tensor]]:
@@ -65,7 +83,7 @@ class Exchange:
         Waits until it is there (on a GPU, the current stream waits).
         """
         # Messages of gloo know only the timeout that their group began with.
-        limit = (self._channel.timeout,) if self._kind["device"].type == "cpu" else ()
+        limit = (self._channel.timeout,) if self._device.type == "cpu" else ()
         with self._channel.watched():
             for work in self._works:
                 work.wait(*limit)
@@ -75,11 +93,11 @@ class Exchange:
     def start_return(self, parts: Sequence[TensorParts]) -> None:
         """Send gradients to the owners; ``parts`` has the gradients of each source's rows."""
         sends = [
-            (rank, [self._sum(found, count).contiguous() for found in of_source])
+            (rank, [self._sum(found, count, self._gradients).contiguous() for found in of_source])
             for (rank, count), of_source in zip(self.transfers.receives, parts, strict=True)
         ]
         receives = [
-            (rank, self._buffers(sum(x.stop - x.start for x in rows)))
+            (rank, self._buffers(sum(x.stop - x.start for x in rows), self._gradients))
             for rank, rows in self.transfers.sends
         ]
         self._begin(sends, receives)
@@ -93,20 +111,33 @@ class Exchange:
                 parts += [part for _, part in spread(pieces, grad)]
         return found
 
-    def total(self, own: TensorParts, *, in_place: bool = False) -> list[torch.Tensor]:
+    def total(self, own: TensorParts, terms: TensorParts | None = None) -> list[torch.Tensor]:
         """Gradients of each tensor: own parts and those that came back, fp32 where several meet.
 
-        ``in_place``: an own part that has every row may be overwritten by the sum.
+        Args:
+            own: this rank's parts.
+            terms: those of rows that have several, in the dtype in which gradients travel, which
+                are summed in place of ``own``'s: each sum is rounded once.  A part of ``own`` may
+                then be overwritten.
         """
-        pairs = zip(own, self.finish_return(), strict=True)
-        return [self._sum(mine + came, self._shape[1], in_place) for mine, came in pairs]
+        came, rows = self.finish_return(), self._shape[1]
+        if terms is None:
+            pairs = zip(own, came, strict=True)
+            return [self._sum(mine + theirs, rows, self._dtype) for mine, theirs in pairs]
+        totals = [self._sum(mine, rows, self._dtype, in_place=True) for mine in own]
+        for total, mine, theirs in zip(totals, terms, came, strict=True):
+            put_sums(total, mine + theirs)
+        return totals
 
-    def _sum(self, parts: list[Part], rows: int, in_place: bool = False) -> torch.Tensor:
+    def _sum(
+        self, parts: list[Part], rows: int, dtype: torch.dtype, *, in_place: bool = False
+    ) -> torch.Tensor:
+        """``in_place``: a part that has every row may be overwritten by the sum."""
         whole = next((x for _, x in parts if x.shape[1] == rows), None)
         if whole is not None and len(parts) == 1:
             return whole
         if whole is None or not in_place:
-            whole = self._buffer(rows)
+            whole = self._buffer(rows, dtype)
         return summed(whole, parts)
 
 

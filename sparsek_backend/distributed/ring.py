@@ -128,8 +128,8 @@ class RingAttention(torch.autograd.Function):
         exchanges = [Exchange(ctx.channel, step.transfers, k, 2) for step in plan.steps]
         if exchanges:
             exchanges[0].start((k, v))
-        part, dk, dv, dsinks = calls.backward(plan.own, upstream, q, k, v, sinks, ctx.spec)
-        dq, dkv = (x.to(lse.dtype) for x in (part, torch.stack((dk, dv))))
+        part, both, dsinks, _ = calls.backward(plan.own, upstream, q, k, v, sinks, ctx.spec)
+        dq, dkv = (x.to(lse.dtype) for x in (part, torch.stack(both)))
         full = ctx.spec._replace(causal=False)
         returning: Exchange | None = None
         for index, step in enumerate(plan.steps):
@@ -139,10 +139,10 @@ class RingAttention(torch.autograd.Function):
             grads = []
             for call in step.calls:
                 key, value = calls.put_together(k, v, received, call)
-                part, dk, dv, _ = calls.backward(call, upstream, q, key, value, None, full)
+                part, both, *_ = calls.backward(call, upstream, q, key, value, None, full)
                 for rows, here in rows_of_part(call.rows):
                     dq[:, rows] += part[:, here]
-                grads.append((call.pieces, (dk, dv)))
+                grads.append((call.pieces, both))
             if returning is not None:
                 _add_parts(dkv, returning)
             returning = Exchange(ctx.channel, step.transfers, k, 2)

@@ -158,15 +158,33 @@ def take_rows(x: torch.Tensor, rows: Sequence[slice]) -> torch.Tensor:
     return take([x], [Piece(0, part) for part in rows])
 
 
-def summed(total: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
-    """``total [B, rows, H, D]``, filled with the sum of its parts, in fp32 where several meet.
+def met_twice(rows: Iterable[slice]) -> tuple[slice, ...]:
+    """Rows that more than one of these have."""
+    edges = sorted(edge for x in rows for edge in ((x.start, 1), (x.stop, -1)))
+    found, depth = [], 0
+    for (lo, step), (hi, _) in pairwise(edges):
+        depth += step
+        if depth > 1:
+            found.append(slice(lo, hi))
+    return joined(found)
 
-    Args:
-        total: overwritten; zeros where no part is.  It may be a part that has all its rows.
-        parts: rows of ``total``, and what is added there ``[B, their number, H, D]``.
-    """
+
+def shared(pieces: Sequence[Piece], own: Sequence[slice]) -> Iterator[tuple[Piece, Range]]:
+    """What of pieces is fetched or in these own rows, and its rows in what :func:`take` takes."""
+    for piece, (rows, here) in zip(pieces, rows_of_part(x.rows for x in pieces), strict=True):
+        for x in own if piece.buffer == 0 else [rows]:
+            lo, hi = max(rows.start, x.start), min(rows.stop, x.stop)
+            if lo < hi:
+                first = here.start + lo - rows.start
+                yield Piece(piece.buffer, slice(lo, hi)), (first, first + hi - lo)
+
+
+def _stretches(
+    parts: Sequence[Part], edges: Iterable[int] = ()
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Rows between edges of parts, these ``edges`` among them, and what the parts have there."""
     parts = sorted(parts, key=lambda part: part[0].start)
-    edges = {0, total.shape[1]}
+    edges = set(edges)
     edges.update(edge for rows, _ in parts for edge in (rows.start, rows.stop))
     active: list[Part] = []
     next_part = 0
@@ -175,14 +193,42 @@ def summed(total: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
             active.append(parts[next_part])
             next_part += 1
         active = [part for part in active if part[0].stop > lo]
-        here = [x[:, lo - rows.start : hi - rows.start] for rows, x in active]
-        if not here:
-            total[:, lo:hi] = 0
-        elif len(here) == 1:
-            total[:, lo:hi] = here[0]  # no copy where it lies there
+        yield slice(lo, hi), [x[:, lo - rows.start : hi - rows.start] for rows, x in active]
+
+
+def _put_sum(total: torch.Tensor, here: list[torch.Tensor]) -> None:
+    if len(here) == 1:
+        total.copy_(here[0])  # nothing is done where it lies there
+    elif total.dtype == here[0].dtype:
+        torch.sum(torch.stack(here), 0, out=total)
+    else:
+        total.copy_(torch.stack(here).sum(0))
+
+
+def summed(total: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """``total [B, rows, H, D]``, filled with the sum of its parts, in fp32 where several meet.
+
+    Args:
+        total: overwritten; zeros where no part is.  It may be a part that has all its rows.
+        parts: rows of ``total``, and what is added there ``[B, their number, H, D]``.
+    """
+    for rows, here in _stretches(parts, (0, total.shape[1])):
+        if here:
+            _put_sum(total[:, rows], here)
         else:
-            torch.sum(torch.stack(here), 0, out=total[:, lo:hi])
+            total[:, rows] = 0
     return total
+
+
+def put_sums(total: torch.Tensor, parts: Sequence[Part]) -> None:
+    """Fill the rows of ``total [B, rows, H, D]`` that have parts with their sum, rounded once.
+
+    Args:
+        parts: as of :func:`summed`, all in one dtype, of no less precision than ``total``.
+    """
+    for rows, here in _stretches(parts):
+        if here:
+            _put_sum(total[:, rows], here)
 
 
 def rows_of_part(rows: Iterable[slice]) -> Iterator[tuple[slice, slice]]:

@@ -78,6 +78,7 @@ def check(
         assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
 
 
+BF16 = torch.bfloat16
 PACKED = {  # 192 tokens; cuts at 96 for 2 ranks, at 48, 96, 144 for 4
     "one": None,
     "packed": (0, 7, 7, 60, 190, 192),
@@ -95,6 +96,28 @@ def test_sink_window(
     size = layout.tokens_per_rank
     for window in (1, 17, size, size + 1, 2 * size + 3, 500):
         check(ranks, layout, num_sink=num_sink, window_size=window)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_that_ranks_share_are_rounded_once(ranks: Ranks, world: int, order: Any) -> None:
+    """In bf16; without ``dout``, that of keys does not depend on how the output was rounded."""
+    layout = SequenceLayout(192, world, order, PACKED["packed"])
+    cu = torch.tensor(layout.cu_seqlens, dtype=torch.int32)
+    mask = {"num_sink": 4, "window_size": 17}
+    for name, silent in (("dk", "dout"), ("dv", "dlse")):
+        whole = draw(layout)
+        whole[silent].zero_()
+        arrays = {key: x.numpy() for key, x in whole.items()}
+        found = together(layout, ranks.run(world, cases.attend, layout, mask, arrays, BF16))
+        upstream = {key: whole.pop(key) for key in ("dout", "dlse")}
+        exact = sink_flash_attention_reference(
+            **whole, **mask, cu_seqlens_q=cu, cu_seqlens_k=cu, **upstream
+        )
+        want = dict(zip(("out", "lse", "dq", "dk", "dv"), exact, strict=False))[name]
+        exponent = torch.frexp(want).exponent
+        half_step = torch.ldexp(torch.ones_like(want), exponent - 9)
+        assert ((found[name] - want).abs() <= 1.001 * half_step + 1e-6).all(), name
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])

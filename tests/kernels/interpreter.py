@@ -1,6 +1,6 @@
 """Triton's interpreter, made faster: it leaves out what it repeats, and what it throws away.
 
-Its products of bfloat16 are made right, too.
+Its products of bfloat16, and its rounding to it, are made right, too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -32,6 +33,7 @@ def hasten_interpreter() -> None:
     _keep_numpy_types()
     _keep_shapes()
     _multiply_bfloat16()
+    _round_bfloat16()
     # Half of all steps: a check of each sum of integers, whose finding only debug mode looks at.
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
@@ -110,6 +112,23 @@ def _multiply_bfloat16() -> None:
         return multiply(self, widened(a), widened(b), *rest)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _round_bfloat16() -> None:
+    """Round fp32 to the nearest bfloat16, as GPUs do; the interpreter would cut bits off."""
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        half = source == tl.float32 and target == tl.bfloat16
+        if not half or mode == interpreter._ir.ROUNDING_MODE.RTZ:
+            return convert(x, source, target, mode)
+        bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # ties to even
+        # A NaN stays one, whatever bits are left of it.
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        return np.where(nan, bits >> 16 | 0x40, nearest).astype(np.uint16).reshape(x.shape)
+
+    interpreter._convert_float = rounded
 
 
 def _replace_language_once_a_launch() -> None:

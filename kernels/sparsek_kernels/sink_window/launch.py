@@ -20,7 +20,7 @@ from sparsek_kernels.sink_window.kernels.bwd import (
 )
 from sparsek_kernels.sink_window.kernels.bwd_sink import sink_window_bwd_sink_kernel
 from sparsek_kernels.sink_window.kernels.fwd import sink_window_fwd_kernel
-from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.problem import KeyTerms, SinkWindowProblem, term_arguments
 from sparsek_kernels.sink_window.spec import MOST_SEQUENCES
 from sparsek_kernels.sink_window.torch_path import sink_gradient
 
@@ -108,6 +108,7 @@ def _portable_gradients(
     dout: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
+    terms: KeyTerms | None,
 ) -> None:
     """Fill ``dq, dk, dv`` with a key-major and a query-major kernel, each with its own scores."""
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
@@ -129,10 +130,12 @@ def _portable_gradients(
     grid, tiles = tile_grid(
         problem.cu_seqlens_k, shape.num_k, tile.block_n, shape.num_kv_heads, shape.batch
     )
+    term_grads, term_strides, slots = term_arguments(terms, delta)
     sink_window_bwd_dkdv_kernel[grid](
-        dk, dv, *inputs, sink_dk, sink_dv, *problem.offsets, *pointers(q, tiles),
-        *scalars, *strides(dk, dv, dims=3), *tail,
-        **rules, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **tile.pipeline,
+        dk, dv, *term_grads, *inputs, sink_dk, sink_dv, *problem.offsets, *pointers(q, tiles),
+        slots, *scalars, *strides(dk, dv, dims=3), *term_strides, *tail,
+        **rules, HAS_TERMS=terms is not None,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **tile.pipeline,
     )  # fmt: skip
     tile = config.dq
     grid, tiles = query_grid(shape, problem.cu_seqlens_q, tile.block_m)
@@ -151,6 +154,7 @@ def _fused_gradients(
     dout: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
+    terms: KeyTerms | None,
 ) -> None:
     """Fill ``dq, dk, dv`` with one kernel, which sums ``dq`` in fp32 in memory.
 
@@ -166,7 +170,17 @@ def _fused_gradients(
     else:
         dq_acc = launch_sm90.new_accumulator(problem, tile)
     launch_sm90.backward(
-        problem, tile, config.backward_together, dq_acc, dk, dv, dout, lse, delta, sink_grads
+        problem,
+        tile,
+        config.backward_together,
+        dq_acc,
+        dk,
+        dv,
+        dout,
+        lse,
+        delta,
+        sink_grads,
+        terms=terms,
     )
     launch_sm90.finish_dq(dq, dq_acc, problem.spec.softmax_scale)
 
@@ -178,13 +192,22 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     config: LaunchConfig | None = None,
+    terms: KeyTerms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and sinks; bitwise reproducible."""
+    """Gradients of q, k, v and sinks; bitwise reproducible.  ``terms`` are filled."""
     q, k, v, sinks = problem.q, problem.k, problem.v, problem.sinks
     config = config or problem.launch_config()
     if q.shape[0] > MOST_SEQUENCES:
         parts = [
-            backward(some, out[x], lse[x], dout[x], None if dlse is None else dlse[x], config)
+            backward(
+                some,
+                out[x],
+                lse[x],
+                dout[x],
+                None if dlse is None else dlse[x],
+                config,
+                None if terms is None else terms.of(x),
+            )
             for x, some in _in_parts(problem)
         ]
         dq, dk, dv = (torch.cat(x) for x in zip(*(part[:3] for part in parts), strict=True))
@@ -196,6 +219,8 @@ def backward(
     if q.numel() == 0 or k.numel() == 0:
         for grad in (dq, dk, dv):
             grad.zero_()
+        if terms is not None:
+            terms.grads.zero_()
     elif hopper is not None and describable(q, k, v):
         if not describable(dout):
             dout = dout.contiguous()  # such as the expanded gradient of a sum
@@ -209,7 +234,8 @@ def backward(
                 dout[rows],
                 lse[seqs, heads],
                 delta[seqs, heads],
+                None if terms is None else terms.of(seqs, kv_heads),
             )
     else:
-        _portable_gradients(problem, config, (dq, dk, dv), dout, lse, delta)
+        _portable_gradients(problem, config, (dq, dk, dv), dout, lse, delta, terms)
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)

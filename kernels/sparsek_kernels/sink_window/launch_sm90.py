@@ -19,7 +19,7 @@ from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_
 from sparsek_kernels.sink_window.kernels.bwd_sm90 import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels.fwd_sm90 import sink_window_hopper_fwd_kernel
 from sparsek_kernels.sink_window.kernels.fwd_small_sm90 import sink_window_hopper_small_kernel
-from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.problem import KeyTerms, SinkWindowProblem, term_arguments
 
 _WARPGROUP_ROWS = 64
 
@@ -122,6 +122,7 @@ def backward(
     delta: torch.Tensor,
     sink_grads: tuple[torch.Tensor, torch.Tensor] | None = None,
     compressed: CompressedKeys | None = None,
+    terms: KeyTerms | None = None,
 ) -> None:
     """Run the fused backward kernel: fill ``dk`` and ``dv``, add the unscaled ``dq`` to ``dq_acc``.
 
@@ -135,6 +136,7 @@ def backward(
         sink_grads: ``dk`` and ``dv`` of sink keys, from queries whose window has passed them.
         compressed: given where keys are compressed blocks of tokens; ``dk`` and ``dv`` are then
             the gradients from the first segment of queries.
+        terms: filled where given.
     """
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     (blocks, heads, batch), tiles = tile_grid(
@@ -150,19 +152,20 @@ def backward(
     g_desc, g_rows, g_cols = describe(dout, tile.block_m)
     k_desc, k_rows, k_cols = describe(k, tile.block_n)
     v_desc, v_rows, v_cols = describe(v, tile.block_n)
+    term_grads, term_strides, slots = term_arguments(terms, delta)
     dq_desc, _, _ = describe(dq_acc.view(1, -1, 1, shape.head_dim), tile.block_m)
     run(
         sink_window_hopper_bwd_kernel, (blocks * heads * batch * keys.num_segments,),
-        dk, dv, order, order[-4:], dq_desc, q_desc, g_desc, k_desc, v_desc, lse, delta,
-        *(sink_grads or (delta, delta)), *problem.offsets, *pointers(q, tiles),
-        problem.spec.softmax_scale, *problem.window, *dk.stride()[:3],
+        dk, dv, *term_grads, order, order[-4:], dq_desc, q_desc, g_desc, k_desc, v_desc, lse,
+        delta, *(sink_grads or (delta, delta)), *problem.offsets, *pointers(q, tiles), slots,
+        problem.spec.softmax_scale, *problem.window, *dk.stride()[:3], *term_strides,
         q_rows, g_rows, k_rows, v_rows, q_cols, g_cols, k_cols, v_cols, *problem.sizes,
         blocks, order_blocks, math.gcd(heads * batch, heads_together),
         keys.num_segments, keys.segment_rows, keys.gradient_stride,
-        **shape.mask_rules, HAS_SINK_KEYS=sink_grads is not None, VARLEN=problem.varlen,
-        OVERWRITES=compressed is None and _overwrites(problem, tile), BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, Q_STAGES=tile.num_stages, G_STAGES=2, KEY_BLOCK=keys.block_size,
-        KEY_STRIDE=keys.stride, num_warps=tile.num_warps,
+        **shape.mask_rules, HAS_SINK_KEYS=sink_grads is not None, HAS_TERMS=terms is not None,
+        VARLEN=problem.varlen, OVERWRITES=compressed is None and _overwrites(problem, tile),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, Q_STAGES=tile.num_stages, G_STAGES=2,
+        KEY_BLOCK=keys.block_size, KEY_STRIDE=keys.stride, num_warps=tile.num_warps,
     )  # fmt: skip
 
 

@@ -6,9 +6,16 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.common.operators import Passes, attention_operators, new_lse, runs_kernels
+from sparsek_kernels.common.operators import (
+    Passes,
+    attention_operators,
+    new_like,
+    new_lse,
+    runs_kernels,
+)
+from sparsek_kernels.common.precision import compute_dtype
 from sparsek_kernels.sink_window import torch_path
-from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.problem import KeyTerms, SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _REST = (
@@ -52,3 +59,48 @@ def sink_flash_fwd_out(out: torch.Tensor, *inputs: Any) -> torch.Tensor:
 
 
 sink_flash_fwd_out.register_fake(lambda out, *_: new_lse(out))
+
+
+def _new_terms(k: torch.Tensor, rows: int) -> torch.Tensor:
+    batch, _, *rest = k.shape
+    return k.new_empty((2, batch, rows, *rest), dtype=compute_dtype(k.dtype))
+
+
+@torch.library.custom_op(
+    "sparsek::sink_flash_bwd_terms",
+    mutates_args=(),
+    schema=(
+        "(Tensor slots, SymInt rows, Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "
+        f"Tensor out, Tensor lse, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def sink_flash_bwd_terms(
+    slots: torch.Tensor,
+    rows: int,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    """:data:`sink_flash_bwd`, and rows of ``dk`` and ``dv`` unrounded: ``[2, B, rows, Hkv, D]``.
+
+    Args:
+        slots: ``[M]`` int32, the place of each key's row there, -1 for none; all places are taken.
+    """
+    terms = KeyTerms(slots, _new_terms(k, rows))
+    with torch.cuda.device_of(q):
+        found = _passes(q)[1](
+            _problem(q, k, v, *rest), out, lse.contiguous(), dout, dlse, terms=terms
+        )
+    return *(q.new_empty(0) if x is None else x for x in found), terms.grads
+
+
+@sink_flash_bwd_terms.register_fake
+def _(slots: Any, rows: int, dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    _, _, sinks, *_ = rest
+    dsinks = q.new_empty(0) if sinks is None else new_like(sinks)
+    return new_like(q), new_like(k), new_like(v), dsinks, _new_terms(k, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -13,6 +13,40 @@ from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, selec
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _WIDEST = 1 << 30  # more keys than a sequence has
+
+
+@dataclass(frozen=True, eq=False)
+class KeyTerms:
+    """Rows of ``dk`` and ``dv`` that a backward pass also gives unrounded: terms of sums.
+
+    Args:
+        slots: ``[M]`` int32, the place of each key's row among them, -1 for none; a place is one
+            key's.
+        grads: ``[2, B, rows, Hkv, D]``, of k and of v, in fp32 (fp64 where k is), to be filled.
+    """
+
+    slots: torch.Tensor
+    grads: torch.Tensor
+
+    def of(self, seqs: slice, kv_heads: slice = slice(None)) -> KeyTerms:
+        """The same of some entries of the batch and some KV heads."""
+        return replace(self, grads=self.grads[:, seqs, :, kv_heads])
+
+    def fill(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Take the rows of ``dk`` and ``dv`` ``[B, M, Hkv, D]``."""
+        keys = (self.slots >= 0).nonzero()[:, 0]
+        for grads, x in zip(self.grads, (dk, dv), strict=True):
+            grads[:, self.slots[keys].long()] = x[:, keys].to(grads.dtype)
+
+
+def term_arguments(
+    terms: KeyTerms | None, stand_in: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...], torch.Tensor]:
+    """Gradients, strides and slots as kernels take them."""
+    if terms is None:
+        return (stand_in, stand_in), (0, 0, 0), stand_in
+    dk, dv = terms.grads
+    return (dk, dv), dk.stride()[:3], terms.slots
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ import torch
 
 from sparsek_kernels.common import torch_attention
 from sparsek_kernels.common.operators import new_lse
-from sparsek_kernels.common.precision import row_sums, without_autocast
+from sparsek_kernels.common.precision import compute_dtype, row_sums, without_autocast
 from sparsek_kernels.common.torch_attention import Part
-from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.problem import KeyTerms, SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _BLOCK_SCORES = 1 << 22  # scores held at once, whatever the shapes
@@ -92,9 +92,19 @@ def backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    terms: KeyTerms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and sinks, from the output and log-sum-exp of the forward pass."""
-    inputs, scale = (problem.q, problem.k, problem.v), problem.spec.softmax_scale
+    """Gradients of q, k, v and sinks, from the output and log-sum-exp of the forward pass.
+
+    ``terms`` are filled.
+    """
+    q, k, v, dtype = problem.q, problem.k, problem.v, problem.q.dtype
     delta, sinks = row_sums(dout, out, dlse), problem.sinks
-    grads = torch_attention.backward(*inputs, _parts(problem), scale, dout, (lse, delta))
-    return *grads, None if sinks is None else sink_gradient(sinks, lse, delta)
+    if terms is not None:
+        q, k, v = (x.to(compute_dtype(dtype)) for x in (q, k, v))
+    scale = problem.spec.softmax_scale
+    dq, dk, dv = torch_attention.backward(q, k, v, _parts(problem), scale, dout, (lse, delta))
+    if terms is not None:
+        terms.fill(dk, dv)
+        dq, dk, dv = (x.to(dtype) for x in (dq, dk, dv))
+    return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)

@@ -33,9 +33,9 @@ def compile_backward(dim: int, varlen: bool) -> None:
              "dq_desc": window.described("fp32", tile.block_m, dim)}  # fmt: skip
     options = {
         "GROUP": 2, "HEAD_DIM": dim, "CAUSAL": True, "WINDOWED": False, "HAS_SINK_KEYS": False,
-        "VARLEN": varlen, "OVERWRITES": False, "KEY_BLOCK": 32, "KEY_STRIDE": 16,
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "Q_STAGES": tile.num_stages,
-        "G_STAGES": 2,
+        "HAS_TERMS": False, "VARLEN": varlen, "OVERWRITES": False, "KEY_BLOCK": 32,
+        "KEY_STRIDE": 16, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "Q_STAGES": tile.num_stages, "G_STAGES": 2,
     }  # fmt: skip
     kernel = window.sink_window_hopper_bwd_kernel
     window.report(kernel, 90, options, tile.num_warps, tiles=tiles)

@@ -36,8 +36,9 @@ from tests.kernels.barriers import require_lasting_barriers
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MASK = {"GROUP": 4, "CAUSAL": True, "WINDOWED": True}
-POINTERS = {"lse", "delta", "sink_dk", "sink_dv", "part_dk", "part_dv", "dq_acc", "sinks", "dlse"}
-INTEGERS = {"cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "tiles", "order", "ticket"}
+POINTERS = {"lse", "delta", "sink_dk", "sink_dv", "part_dk", "part_dv", "term_dk", "term_dv",
+            "dq_acc", "sinks", "dlse"}  # fmt: skip
+INTEGERS = {"cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "tiles", "slots", "order", "ticket"}
 
 
 def signature(kernel: Any, constexprs: dict[str, Any], tiles: dict[str, str]) -> dict[str, str]:
@@ -110,7 +111,7 @@ def portable(arch: int, dim: int) -> None:
     shared = {
         **MASK, "HEAD_DIM": dim, "BLOCK_D": shape.padded_dim, "PRECISION": config.precision,
         "HAS_SINK_KEYS": True, "HAS_SINKS": True, "STORE_LSE": True, "VARLEN": True,
-        "HAS_DLSE": True, "WRITE_DQ": False,
+        "HAS_DLSE": True, "WRITE_DQ": False, "HAS_TERMS": True,
     }  # fmt: skip
     unit = {f"stride_{x}d": 1 for x in "oqkvg"}
     kernels = (
@@ -163,7 +164,7 @@ def hopper(dim: int, window: int, num_sink: int) -> None:
     }  # fmt: skip
     backward = {
         **shared, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "Q_STAGES": tile.num_stages,
-        "G_STAGES": 2, "OVERWRITES": True,
+        "G_STAGES": 2, "OVERWRITES": True, "HAS_TERMS": True,
     }  # fmt: skip
     report(sink_window_hopper_bwd_kernel, 90, backward, tile.num_warps, tiles=tiles)
 

@@ -9,7 +9,7 @@ import torch
 
 from sparsek_kernels.sink_window import launch
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, TileConfig, select_config
-from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.problem import KeyTerms, SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 from tests.kernels.sink_window.reference import sink_flash_attention_reference
 
@@ -125,14 +125,16 @@ def long_config(case: Case, arch: int) -> LaunchConfig:
     return config
 
 
-def kernels(case: Case, t: Tensors, config: LaunchConfig | None = None) -> dict[str, torch.Tensor]:
+def kernels(
+    case: Case, t: Tensors, config: LaunchConfig | None = None, terms: KeyTerms | None = None
+) -> dict[str, torch.Tensor]:
     """Output, LSE and gradients of the kernels, every output poisoned with NaN first."""
     problem = problem_of(case, t)
     out = torch.full(t.q.shape, float("nan"), dtype=t.q.dtype, device=t.q.device)
     lse = torch.full(t.dlse.shape, float("nan"), device=t.q.device)
     launch.forward(problem, out, lse, config)
     dlse = t.dlse.masked_fill(lse == float("-inf"), 0.0)
-    grads = launch.backward(problem, out, lse, t.dout, dlse, config)
+    grads = launch.backward(problem, out, lse, t.dout, dlse, config, terms)
     found = dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads), strict=True))
     return {name: x for name, x in found.items() if x is not None}
 
@@ -172,3 +174,19 @@ def check(case: Case, device: str = "cpu", config: LaunchConfig | None = None) -
     found = kernels(case, t, config)
     bad = problems(found, oracle(case, t, torch.float64), oracle(case, t, case.dtype))
     assert not bad, f"{case}: " + "; ".join(bad)
+
+
+def check_terms(case: Case, device: str = "cpu", config: LaunchConfig | None = None) -> None:
+    """Assert that some rows of ``dk`` and ``dv`` come unrounded too, and only rounded differ."""
+    t = make(case, device)
+    keys = torch.randperm(t.k.shape[1])[: -(-t.k.shape[1] // 3)]
+    slots = torch.full((t.k.shape[1],), -1, dtype=torch.int32)
+    slots[keys] = torch.arange(len(keys), dtype=torch.int32)
+    shape = (2, t.k.shape[0], len(keys), *t.k.shape[2:])
+    terms = KeyTerms(slots.to(device), torch.full(shape, float("nan"), device=device))
+    found, alone = kernels(case, t, config, terms), kernels(case, t, config)
+    assert all(torch.equal(found[name], x) for name, x in alone.items())
+    for name, grads in zip(("dk", "dv"), terms.grads, strict=True):
+        assert torch.equal(grads.to(case.dtype), found[name][:, keys.to(device)]), name
+        if case.dtype != torch.float32:
+            assert not torch.equal(grads, grads.to(case.dtype).float()), name

@@ -1,7 +1,4 @@
-"""The portable kernels in Triton's interpreter; started by ``test_interpreter.py``.
-
-fp16 stands for both half precisions: the interpreter multiplies the raw bits of bf16 tiles.
-"""
+"""The portable kernels in Triton's interpreter; started by ``test_interpreter.py``."""
 
 from __future__ import annotations
 
@@ -9,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from sparsek_kernels.sink_window import launch
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
-from tests.kernels.sink_window.cases import Case, check
+from sparsek_kernels.sink_window.problem import KeyTerms
+from tests.kernels.sink_window.cases import Case, check, check_terms, kernels, make
 
 SMALL = TileConfig(16, 16, 4, 1)
 CONFIG = LaunchConfig(SMALL, TileConfig(16, 32, 4, 1), SMALL, SMALL, 16, precision="ieee")
@@ -37,9 +37,19 @@ CASES = [
     Case(5, 0, 2, 2, 16, sinks=True),
     Case(0, 5, 2, 2, 16, sinks=True),
     Case(48, 48, 2, 1, 16, window=17, num_sink=3, dtype=torch.float16, sinks=True),
+    Case(48, 48, 2, 1, 16, window=17, num_sink=3, dtype=torch.bfloat16, sinks=True),
     Case(heads=2, dim=16, lens=((0, 0), (33, 10), (7, 33), (0, 5), (9, 0), (40, 40))),
     Case(heads=2, dim=16, num_sink=4, window=9, sinks=True, lens=((0, 0), (1, 1), (20, 33))),
 ]
+
+
+def test_bfloat16_is_rounded_as_on_a_gpu() -> None:
+    halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    between = (halves << 16)[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    x = between.view(torch.float32)
+    found = interpreter._convert_float(x.numpy(), tl.float32, tl.bfloat16, None)
+    rounded = torch.from_numpy(found.view("int16")).view(torch.bfloat16)
+    torch.testing.assert_close(rounded, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -65,6 +75,34 @@ def test_more_sequences_than_a_grid_has(sinks: bool, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case) -> None:
     check(case, config=CONFIG)
+
+
+TERMS = [
+    Case(40, 55, 4, 2, 16, batch=2, num_sink=3, window=9, sinks=True),
+    Case(48, 48, 2, 1, 20, window=17, dtype=torch.float16),
+    Case(33, 70, 2, 1, 16, window=17, num_sink=20, dtype=torch.bfloat16, sinks=True),
+    Case(heads=2, dim=16, num_sink=4, window=9, lens=((0, 0), (33, 10), (0, 5), (20, 33))),
+]
+
+
+@pytest.mark.parametrize("case", TERMS, ids=str)
+def test_terms_of_sums_are_not_rounded(case: Case) -> None:
+    check_terms(case, config=CONFIG)
+
+
+def test_terms_of_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST_SEQUENCES", 2)
+    check_terms(Case(20, 20, 2, 1, 16, batch=5), config=CONFIG)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 9), (9, 0)])
+def test_terms_of_nothing_are_zeros(rows: int, keys: int) -> None:
+    case = Case(rows, keys, 2, 1, 16, dtype=torch.float32)
+    t = make(case)
+    slots = torch.arange(keys, dtype=torch.int32)
+    terms = KeyTerms(slots, torch.full((2, 1, keys, 1, 16), float("nan")))
+    kernels(case, t, CONFIG, terms)
+    assert not terms.grads.any()
 
 
 @SLOW

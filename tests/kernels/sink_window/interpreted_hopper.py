@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from sparsek_kernels.sink_window import config as configs
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, select_config
 from tests.kernels.gluon_interpreter import WAYS, Way, in_turn, interpret
-from tests.kernels.sink_window.cases import Case, check, long_config, make, problem_of
+from tests.kernels.sink_window.cases import (
+    Case,
+    check,
+    check_terms,
+    long_config,
+    make,
+    problem_of,
+)
 
 FORWARD = "sink_window_hopper_fwd_kernel"
 BACKWARD = "sink_window_hopper_bwd_kernel"
@@ -102,6 +109,26 @@ def test_the_accumulator_of_a_part_of_the_heads(
 ) -> None:
     monkeypatch.setattr(configs, "ACCUMULATOR_BYTES", 1)
     assert run(case, WAYS[0]).count(BACKWARD) == case.batch * case.kv_heads
+
+
+TERMS = [
+    Case(161, 333, 4, 2, 64, 2, window=67, num_sink=5, dtype=BF16, sinks=True),
+    Case(200, 200, 2, 1, 128, dtype=FP16),
+    Case(heads=4, kv_heads=2, dim=64, window=60, num_sink=4, dtype=BF16, lens=LENS),
+]
+
+
+@pytest.mark.parametrize(("case", "way"), in_turn(TERMS), ids=str)
+def test_terms_of_sums_are_not_rounded(case: Case, way: Way) -> None:
+    with interpret(*way) as launched:
+        check_terms(case, config=long_config(case, 90))
+    assert BACKWARD in launched
+
+
+def test_terms_of_a_part_of_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "ACCUMULATOR_BYTES", 1)
+    with interpret(*WAYS[0]):
+        check_terms(TERMS[0], config=long_config(TERMS[0], 90))
 
 
 @SLOW

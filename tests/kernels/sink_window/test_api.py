@@ -165,6 +165,29 @@ def test_operators_on_packed_sequences_pass_opcheck() -> None:
     torch.library.opcheck(
         torch.ops.sparsek.sink_flash_bwd.default, (out, lse, q, k, v, out, lse, *packed)
     )
+    slots = torch.tensor([1, -1, -1, 0, *[-1] * 7, 2], dtype=torch.int32)
+    torch.library.opcheck(
+        torch.ops.sparsek.sink_flash_bwd_terms.default,
+        (slots, 3, out, lse, q, k, v, out, lse, *packed),
+    )
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_terms_of_sums_are_not_rounded(learned: bool) -> None:
+    q, k, v = (x.detach() for x in tensors(dtype=torch.bfloat16))
+    rest = (torch.randn(6) if learned else None, None, None, 2, 4, True, 0.3)
+    out, lse = torch.ops.sparsek.sink_flash_fwd(q, k, v, *rest)
+    inputs = (torch.randn_like(out), None, q, k, v, out, lse, *rest)
+    slots = torch.full((17,), -1, dtype=torch.int32)
+    keys = torch.tensor([16, 3, 4, 0])
+    slots[keys] = torch.arange(4, dtype=torch.int32)
+    *found, terms = torch.ops.sparsek.sink_flash_bwd_terms(slots, 4, *inputs)
+    want = torch.ops.sparsek.sink_flash_bwd(*inputs)
+    assert all(map(torch.equal, found, want))
+    for grad, some in zip(found[1:3], terms, strict=True):
+        assert some.dtype == torch.float32
+        assert torch.equal(some.bfloat16(), grad[:, keys])
+        assert not torch.equal(some, some.bfloat16().float())
 
 
 def test_compiles_without_graph_breaks() -> None:

@@ -11,7 +11,7 @@ from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
-from tests.kernels.sink_window.cases import Case, check, kernels, long_config, make
+from tests.kernels.sink_window.cases import Case, check, check_terms, kernels, long_config, make
 from tests.kernels.sink_window.reference import sink_flash_attention_reference
 
 pytestmark = pytest.mark.gpu
@@ -106,6 +106,15 @@ PORTABLE = [case for case in GRID if case.dim in (64, 128) and case.dtype == BF1
 def test_portable_kernels(case: Case) -> None:
     config = with_hopper(case)
     check(case, "cuda", dataclasses.replace(config, hopper_forward=None, hopper_backward=None))
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("case", PORTABLE, ids=str)
+def test_terms_of_sums_are_not_rounded(case: Case, hopper: bool) -> None:
+    config = with_hopper(case)
+    if not hopper:
+        config = dataclasses.replace(config, hopper_forward=None, hopper_backward=None)
+    check_terms(case, "cuda", config)
 
 
 SMALL = [

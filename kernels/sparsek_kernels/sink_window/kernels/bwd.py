@@ -63,24 +63,28 @@ def _dkdv_blocks(
 
 @triton.jit
 def sink_window_bwd_dkdv_kernel(
-    dk_ptr, dv_ptr, dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, sink_dk_ptr, sink_dv_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, tiles_ptr,
+    dk_ptr, dv_ptr, term_dk_ptr, term_dv_ptr, dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr,
+    sink_dk_ptr, sink_dv_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tiles_ptr, slots_ptr,
     scale, num_sink, window_size,
     stride_dkb, stride_dkt, stride_dkh,
     stride_dvb, stride_dvt, stride_dvh,
+    stride_tb, stride_tt, stride_th,
     stride_gb, stride_gt, stride_gh, stride_gd,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kb, stride_kt, stride_kh, stride_kd,
     stride_vb, stride_vt, stride_vh, stride_vd,
     num_q, num_k, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    HAS_SINK_KEYS: tl.constexpr, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    HAS_SINK_KEYS: tl.constexpr, HAS_TERMS: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: ``dk`` and ``dv`` of ``BLOCK_N`` keys of one KV head, over its whole group.
 
     Grid ``(key blocks, kv heads, batch)``, or ``(tiles, kv heads, 1)`` with ``VARLEN``.
-    ``sink_dk`` and ``sink_dv`` ``[sequences, Hkv, num_sink, D]`` fp32 are unscaled.
+    ``sink_dk`` and ``sink_dv`` ``[sequences, Hkv, num_sink, D]`` fp32 are unscaled.  With
+    ``HAS_TERMS`` the row of key ``j`` also goes to row ``slots[j] >= 0`` of ``term_dk`` and
+    ``term_dv`` ``[B, rows, Hkv, D]``, fp32.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -148,10 +152,17 @@ def sink_window_bwd_dkdv_kernel(
         mask_sink = (key < num_sink)[:, None] & mask_k
         dk += tl.load(sink_dk_ptr + sink_ptrs, mask=mask_sink, other=0.0)
         dv += tl.load(sink_dv_ptr + sink_ptrs, mask=mask_sink, other=0.0)
+    dk *= scale
+    if HAS_TERMS:
+        slot = tl.load(slots_ptr + k_start + key, mask=key < k_len, other=-1)  # [BLOCK_N]
+        term_row = batch * stride_tb + slot.to(tl.int64)[:, None] * stride_tt
+        term_row += kv_head.to(tl.int64) * stride_th
+        mask_t = mask_k & (slot >= 0)[:, None]
+        tl.store(term_dk_ptr + term_row + cols, dk, mask=mask_t)
+        tl.store(term_dv_ptr + term_row + cols, dv, mask=mask_t)
     head_dk = dk_ptr + batch * stride_dkb + kv_head.to(tl.int64) * stride_dkh
     head_dv = dv_ptr + batch * stride_dvb + kv_head.to(tl.int64) * stride_dvh
-    dk = (dk * scale).to(dk_ptr.dtype.element_ty)
-    tl.store(head_dk + k_rows * stride_dkt + cols, dk, mask=mask_k)
+    tl.store(head_dk + k_rows * stride_dkt + cols, dk.to(dk_ptr.dtype.element_ty), mask=mask_k)
     tl.store(head_dv + k_rows * stride_dvt + cols, dv.to(dv_ptr.dtype.element_ty), mask=mask_k)
 
 

@@ -51,17 +51,18 @@ def _zero_tail(buffer, num_valid, HELD: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.jit
 def _compute_partition(
-    dk_ptr, dv_ptr, sink_dk_ptr, sink_dv_ptr,
+    dk_ptr, dv_ptr, term_dk_ptr, term_dv_ptr, sink_dk_ptr, sink_dv_ptr, slots_ptr,
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, lse_smem, delta_smem, kv_full, q_full,
     q_empty, g_full, g_empty, dq_full, dq_empty,
     seq, batch, kv_head, block, q_len, k_start, k_len, start, m_left, m_full, m_all, scale,
     num_sink, window_size,
     stride_dkb, stride_dkt, stride_dkh,
+    stride_tb, stride_tt, stride_th,
     num_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-    HAS_SINK_KEYS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, KEY_BLOCK: gl.constexpr,
-    KEY_STRIDE: gl.constexpr,
+    HAS_SINK_KEYS: gl.constexpr, HAS_TERMS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+    KEY_BLOCK: gl.constexpr, KEY_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups, 64 keys each: transposed scores, their gradients, and four products."""
     dtype: gl.constexpr = q_smem.dtype
@@ -148,17 +149,25 @@ def _compute_partition(
 
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     if n_first < k_len:
+        kv_key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, KV_LAYOUT))
+        kv_col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, KV_LAYOUT))
         if HAS_SINK_KEYS and n_first < num_sink:
-            kv_key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, KV_LAYOUT))
-            kv_col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, KV_LAYOUT))
             sink_head = seq.to(gl.int64) * (num_heads // GROUP) + kv_head
             sink_row = (sink_head * num_sink + kv_key)[:, None] * HEAD_DIM + kv_col[None, :]
             mask_sink = (kv_key < gl.minimum(num_sink, k_len))[:, None]
             dk += gl.load(sink_dk_ptr + sink_row, mask=mask_sink, other=0.0)
             dv += gl.load(sink_dv_ptr + sink_row, mask=mask_sink, other=0.0)
+        dk *= scale
+        if HAS_TERMS:
+            slot = gl.load(slots_ptr + k_start + kv_key, mask=kv_key < k_len, other=-1)
+            term_base = batch.to(gl.int64) * stride_tb + kv_head.to(gl.int64) * stride_th
+            term_row = slot.to(gl.int64)[:, None] * stride_tt + kv_col[None, :]
+            mask_term = (slot >= 0)[:, None]
+            gl.store(term_dk_ptr + term_base + term_row, dk, mask=mask_term)
+            gl.store(term_dv_ptr + term_base + term_row, dv, mask=mask_term)
         # k and v are no longer needed: their buffers turn the rows around for wide stores.
         thread_barrier()
-        k_smem.store((dk * scale).to(dtype))
+        k_smem.store(dk.to(dtype))
         v_smem.store(dv.to(dtype))
         thread_barrier()
         out_key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORE_LAYOUT))
@@ -172,25 +181,28 @@ def _compute_partition(
 
 @gluon.jit
 def sink_window_hopper_bwd_kernel(
-    dk_ptr, dv_ptr, order_ptr, ticket_ptr, dq_desc, q_desc, dout_desc, k_desc, v_desc, lse_ptr,
-    delta_ptr, sink_dk_ptr, sink_dv_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tiles_ptr,
+    dk_ptr, dv_ptr, term_dk_ptr, term_dv_ptr, order_ptr, ticket_ptr, dq_desc, q_desc, dout_desc,
+    k_desc, v_desc, lse_ptr, delta_ptr, sink_dk_ptr, sink_dv_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, tiles_ptr, slots_ptr,
     scale, num_sink, window_size,
     stride_dkb, stride_dkt, stride_dkh,
+    stride_tb, stride_tt, stride_th,
     q_batch_rows, g_batch_rows, k_batch_rows, v_batch_rows,
     q_head_cols, g_head_cols, k_head_cols, v_head_cols,
     num_q, num_k, num_heads, num_blocks, order_blocks, heads_together, num_segments, segment_rows,
     stride_dks,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-    HAS_SINK_KEYS: gl.constexpr, VARLEN: gl.constexpr, OVERWRITES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
-    KEY_BLOCK: gl.constexpr = 1, KEY_STRIDE: gl.constexpr = 1,
+    HAS_SINK_KEYS: gl.constexpr, HAS_TERMS: gl.constexpr, VARLEN: gl.constexpr,
+    OVERWRITES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, KEY_BLOCK: gl.constexpr = 1,
+    KEY_STRIDE: gl.constexpr = 1,
 ):  # fmt: skip
     """Grid: one program per key block, segment, KV head and sequence.
 
     ``*_desc`` describe q, dout, k and v as matrices ``[tokens, heads * D]``, and the fp32 ``dq``
     accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and ``dv`` share their strides;
     the next segment's start ``stride_dks`` elements on.  ``OVERWRITES``: the first tile that a
-    query block gets replaces what ``dq`` held.
+    query block gets replaces what ``dq`` held.  ``HAS_TERMS`` as in the portable kernel.
     With ``KEY_BLOCK`` above 1 keys stand for blocks of tokens (:func:`last_key`), and the first
     query is at token 0.
     """
@@ -230,12 +242,13 @@ def sink_window_hopper_bwd_kernel(
     gl.warp_specialize(
         [
             (_compute_partition, (
-                dk_ptr, dv_ptr, sink_dk_ptr, sink_dv_ptr, q_smem, dout_smem, k_smem, v_smem,
-                ds_smem, dq_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
-                g_empty, dq_full, dq_empty, seq, batch, kv_head, block, q_len, k_start, k_len,
-                start, m_left, m_full, m_all, scale, num_sink, window_size, stride_dkb,
-                stride_dkt, stride_dkh, num_heads,
-                GROUP, HEAD_DIM, CAUSAL, WINDOWED, HAS_SINK_KEYS, BLOCK_M, BLOCK_N,
+                dk_ptr, dv_ptr, term_dk_ptr, term_dv_ptr, sink_dk_ptr, sink_dv_ptr, slots_ptr,
+                q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, lse_smem, delta_smem,
+                kv_full, q_full, q_empty, g_full, g_empty, dq_full, dq_empty, seq, batch,
+                kv_head, block, q_len, k_start, k_len, start, m_left, m_full, m_all, scale,
+                num_sink, window_size, stride_dkb, stride_dkt, stride_dkh, stride_tb, stride_tt,
+                stride_th, num_heads,
+                GROUP, HEAD_DIM, CAUSAL, WINDOWED, HAS_SINK_KEYS, HAS_TERMS, BLOCK_M, BLOCK_N,
                 Q_STAGES, G_STAGES, KEY_BLOCK, KEY_STRIDE,
             )),
             (load_partition, (
