@@ -116,9 +116,9 @@ class Exchange:
 
         Args:
             own: this rank's parts.
-            terms: those of rows that have several, in the dtype in which gradients travel, which
-                are summed in place of ``own``'s: each sum is rounded once.  A part of ``own`` may
-                then be overwritten.
+            terms: the parts of rows that have several, in the dtype in which gradients travel.
+                They are summed in place of ``own``'s, and each sum is rounded once.  A part of
+                ``own`` may then be overwritten.
         """
         came, rows = self.finish_return(), self._shape[1]
         if terms is None:

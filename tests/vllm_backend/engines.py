@@ -65,6 +65,17 @@ def quickly() -> Iterator[None]:
         yield
 
 
+def multiply_experts_in_fp32(patch: pytest.MonkeyPatch) -> None:
+    """Have vLLM's kernel of experts multiply float32 as it is, where it takes TF32 by default.
+
+    TF32 is coarse enough that the order in which GPUs add up decides between blocks.
+    """
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_moe_kernel
+
+    patch.setenv("TRITON_F32_DEFAULT", "ieee")
+    fused_moe_kernel.device_caches.clear()  # of kernels that another test compiled
+
+
 def forget_engines() -> None:
     """Let another engine start in this process."""
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled

@@ -29,6 +29,7 @@ from tests.vllm_backend.engines import (
     generate_by_both,
     layers,
     model_runner,
+    multiply_experts_in_fp32,
     pages_of_request,
     preempting_all,
     tokens,
@@ -223,17 +224,6 @@ TWO_GPUS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
     ),
 }
-
-
-def multiply_experts_in_fp32(patch: pytest.MonkeyPatch) -> None:
-    """Have vLLM's kernel of experts multiply float32 as it is, where it takes TF32 by default.
-
-    TF32 is coarse enough that the order in which GPUs add up decides between blocks.
-    """
-    from vllm.model_executor.layers.fused_moe.fused_moe import fused_moe_kernel
-
-    patch.setenv("TRITON_F32_DEFAULT", "ieee")
-    fused_moe_kernel.device_caches.clear()  # of kernels that another test compiled
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
