@@ -27,7 +27,7 @@ from sparsek_backend.machine import choose_device, cpu_dtype, describe_machine
 _BATCH_ON_GPU, _BATCH_ON_CPU = 128, 4
 _SERVER_BATCH = 32
 _TOKENS_AT_ONCE = 1 << 21
-"""Of the prompts in one call: about a minute's work, which is what an interruption loses."""
+"""Tokens of the prompts in one call, at most: an interruption loses its scores, a minute's work."""
 _LONGEST_REPLY = 600
 _ENGINE_ON_GPU = {
     "max_num_seqs": 128,
