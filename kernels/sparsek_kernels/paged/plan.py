@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from operator import sub
 from typing import Any
 
@@ -241,7 +241,8 @@ def _segments(
     if not (batch.num_prefills or tails):
         return (Segment(batch, policy.decode),)
     if not (batch.num_decodes or of_prompts.dense_last or alone or _knows_queries(batch)):
-        return (Segment(batch, rule),)  # the kernels tell dense tiles from sparse ones
+        # the kernels tell dense tiles from sparse ones
+        return (Segment(batch, rule.at(max(batch.max_seq_len - 1, 0))),)
     found = []
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
     counts = batch.query_lens
@@ -270,16 +271,56 @@ def _segments(
         if sparse and alone:
             found += tokens_alone(part, rule)
             continue
-        rows: slice | torch.Tensor = slice(None)
-        if sparse:
-            tails += [(r, *ends[r]) for r in members if ends[r][0] < ends[r][1]]
-            kept = _rows_kept(batch, rule, members, ends)
-            if kept:
-                rows, part = _rows_of_requests(batch, kept, lengths)
-        found.append(Segment(part, rule if sparse else whole, rows))
+        if not sparse:
+            found.append(Segment(part, whole))
+            continue
+        tails += [(r, *ends[r]) for r in members if ends[r][0] < ends[r][1]]
+        kept = _rows_kept(batch, rule, members, ends)
+        bands = rows_by_policy(rule, kept or [(r, 0, counts[r]) for r in members], counts, lengths)
+        if len(bands) == 1 and not kept:
+            found.append(Segment(part, next(iter(bands))))
+            continue
+        for one, own in bands.items():
+            rows, part = _rows_of_requests(batch, own, lengths)
+            found.append(Segment(part, one, rows))
     if tails:
         rows, part = _rows_of_requests(batch, tails, lengths)
         found.append(Segment(part, whole, rows))
+    return tuple(found)
+
+
+def rows_by_policy(
+    policy: SelectionPolicy,
+    parts: Sequence[tuple[int, int, int]],
+    counts: Sequence[int],
+    lengths: Sequence[int],
+) -> dict[SelectionPolicy, list[tuple[int, int, int]]]:
+    """The queries of each policy that does not grow, as requests with their first and last rows.
+
+    Args:
+        policy: of prompts.
+        parts: requests, each with the first and the end of its queries.
+        counts: queries of every request.
+        lengths: keys of every request.
+    """
+    found: dict[SelectionPolicy, list[tuple[int, int, int]]] = {}
+    for request, begin, end in parts:
+        start = lengths[request] - counts[request]
+        for one, first, last in policy.bands(start + begin, start + end):
+            found.setdefault(one, []).append((request, first - start, last - start))
+    return found
+
+
+def each_band(batch: PagedBatch, policy: SelectionPolicy) -> tuple[Segment, ...]:
+    """Prefills alone as segments whose policies do not grow, request after request."""
+    lengths, counts = host_lengths(batch)
+    known = replace(batch, seq_lens_host=lengths, query_lens_host=counts)
+    found = []
+    for request, count in enumerate(counts):
+        bands = rows_by_policy(policy, [(request, 0, count)], counts, lengths)
+        for one, rows in bands.items():
+            where, part = _rows_of_requests(known, rows, lengths)
+            found.append(Segment(part, one, where))
     return tuple(found)
 
 
@@ -361,8 +402,8 @@ def _rows_of_requests(
     starts = list(accumulate(counts, initial=batch.first_row))
     spans = [(starts[r] + begin, starts[r] + end) for r, begin, end in parts]
     members, after = [r for r, _, _ in parts], [counts[r] - end for r, _, end in parts]
-    rows: slice | torch.Tensor = slice(*spans[0])
-    if len(spans) > 1:
+    rows: slice | torch.Tensor = slice(spans[0][0], spans[-1][1])
+    if any(end != begin for (_, end), (begin, _) in pairwise(spans)):
         rows = on_device(torch.cat([torch.arange(*span) for span in spans]), torch.int64, device)
     known = batch.seq_lens_host
     if members[0] >= batch.num_decodes and members[-1] - members[0] < len(members):  # neighbours
