@@ -85,7 +85,7 @@ class SparsityConfig(BaseModel):
     top_k: Blocks = 96
     """Blocks that a prefill tile selects beyond sinks and window, per KV head. Without effect with
     `query_tile` 1 or `sparse_phase` `decode`."""
-    grow_from: Count = 32768
+    grow_from: Count = 16384
     """Prefill tiles from this position on select 1.41 times as many blocks as `top_k`, and 1.41
     times as many again from every doubling on, but none before twice what a tile attends. 0: the
     same number everywhere."""
