@@ -85,10 +85,10 @@ class SparsityConfig(BaseModel):
     top_k: Blocks = 96
     """Blocks that a prefill tile selects beyond sinks and window, per KV head. Without effect with
     `query_tile` 1 or `sparse_phase` `decode`."""
-    grow_from: Count = 16384
-    """Prefill tiles from this position on select 1.41 times as many blocks as `top_k`, and 1.41
-    times as many again from every doubling on, but none before twice what a tile attends. 0: the
-    same number everywhere."""
+    grow_from: Count = 0
+    """Where set, prefill tiles from this position on select 1.41 times as many blocks as `top_k`,
+    and 1.41 times as many again from every doubling on, but none before twice what a tile attends.
+    Long prompts lose less, and gain less time."""
     decode_tokens: Pairs = DECODE_TOKENS
     """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of
     every 64 tokens; some of them are drawn, and stand for others too. Pages then have a multiple of

@@ -96,7 +96,6 @@ class InfLLMSelection(BaseModel):
             "num_sink": self.init_blocks * self.block_size,
             "window_size": max(self.local_blocks * self.block_size, 1),
             "top_k": self._chosen_blocks,
-            "grow_from": 0,
             "decode_tokens": self._chosen_blocks * self.block_size,
             "dense_below": max(self.dense_len, 0),
             "dense_last": 0,

@@ -113,7 +113,7 @@ def _launch(count: int, context: typer.Context) -> int:
         source = context.get_parameter_source(str(parameter.name))
         if source is not None and source.name == "COMMANDLINE":
             value = context.params[str(parameter.name)]
-            for one in value if isinstance(value, list) else [value]:
+            for one in value if isinstance(value, list | tuple) else [value]:
                 command += [parameter.opts[0], str(one)]
     return subprocess.run(command, check=False).returncode
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
+from sparsek_backend.train_demo import cli
 from sparsek_backend.train_demo.cli import app
 from sparsek_backend.train_demo.task import KEYS, NONE, VALUES, make_batch
 from sparsek_backend.train_demo.train import DemoConfig, Trainer
@@ -169,6 +172,30 @@ def test_bad_options_are_refused_before_anything_is_trained(tmp_path: Path) -> N
         assert wrong.exit_code == 2, wrong.output
         assert words in " ".join(wrong.output.replace("│", " ").split())
         assert "right answers" not in wrong.output
+
+
+@pytest.mark.parametrize("models", [["nsa", "dense"], ("nsa", "dense")], ids=["list", "tuple"])
+def test_ranks_get_every_option_that_was_given(
+    models: list[str] | tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Typer keeps the values of a repeatable option as a list, before 0.29 as a tuple."""
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    def launch(context: typer.Context) -> int:
+        context.params["model"] = models
+        return real(2, context)
+
+    real = cli._launch
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    monkeypatch.setattr(cli, "_launch", lambda _, context: launch(context))
+    options = ["--model", "nsa", "--model", "dense", "--context-parallel", "2", "--steps", "6"]
+    assert CliRunner().invoke(app, options).exit_code == 3
+    given = " ".join(ran[0]).partition("train-demo ")[2]
+    assert given == "--steps 6 --model nsa --model dense --context-parallel 2"
 
 
 KILLED = """

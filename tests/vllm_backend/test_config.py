@@ -370,8 +370,9 @@ def test_several_mistakes_in_one_message() -> None:
 def test_mode_pattern_attends_as_much_as_block_topk() -> None:
     resolved = resolve_config({"mode": "pattern", "top_k": 8}, {"SPARSEK_PATTERN": "/a/file"})
     assert (resolved.config.mode, resolved.config.pattern) == ("pattern", "/a/file")
-    same = SparsityConfig(mode="block_topk", top_k=8, grow_from=0)  # a list is of one length
-    assert resolved.config.policy_for(0) == same.policy_for(0)
+    assert resolved.config.policy_for(0) == SparsityConfig(mode="block_topk", top_k=8).policy_for(0)
+    with pytest.raises(ConfigError, match=r"grow_from .* has no effect in mode 'pattern'"):
+        resolve_config({"mode": "pattern", "pattern": "f", "grow_from": 9}, {})
     with pytest.raises(ConfigError, match="rules out"):
         resolve_config({"mode": "pattern", "pattern": "f"}, {}, batch_invariant=True)
 
