@@ -160,7 +160,7 @@ class SparsityConfig(BaseModel):
             dense_last=DENSE_LAST if self.dense_last is None else self.dense_last,
             last_part=LAST_PART if self.dense_last is None else 0,
             query_tile=self.query_tile,
-            grow_from=self.grow_from if self.query_tile > 1 and self.mode != "pattern" else 0,
+            grow_from=self.grow_from if self.query_tile > 1 else 0,
         )
         if self.mode in _BY_RECORDS:
             single = tiles.by_records(self.decode_tokens)

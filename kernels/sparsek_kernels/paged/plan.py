@@ -276,7 +276,7 @@ def _segments(
             continue
         tails += [(r, *ends[r]) for r in members if ends[r][0] < ends[r][1]]
         kept = _rows_kept(batch, rule, members, ends)
-        bands = rows_by_policy(rule, kept or [(r, 0, counts[r]) for r in members], counts, lengths)
+        bands = _rows_by_policy(rule, kept or [(r, 0, counts[r]) for r in members], counts, lengths)
         if len(bands) == 1 and not kept:
             found.append(Segment(part, next(iter(bands))))
             continue
@@ -289,7 +289,7 @@ def _segments(
     return tuple(found)
 
 
-def rows_by_policy(
+def _rows_by_policy(
     policy: SelectionPolicy,
     parts: Sequence[tuple[int, int, int]],
     counts: Sequence[int],
@@ -317,7 +317,7 @@ def each_band(batch: PagedBatch, policy: SelectionPolicy) -> tuple[Segment, ...]
     known = replace(batch, seq_lens_host=lengths, query_lens_host=counts)
     found = []
     for request, count in enumerate(counts):
-        bands = rows_by_policy(policy, [(request, 0, count)], counts, lengths)
+        bands = _rows_by_policy(policy, [(request, 0, count)], counts, lengths)
         for one, rows in bands.items():
             where, part = _rows_of_requests(known, rows, lengths)
             found.append(Segment(part, one, where))
