@@ -91,7 +91,7 @@ def near_total(
     tl.store(near_ptr + head, total, mask=mask_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_request", "dense_below"])
 def score_records_kernel(
     rest_ptr, base_ptr, gain_ptr, unit_ptr, near_ptr, count_ptr, q_ptr, k_ptr, records_ptr,
     block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
