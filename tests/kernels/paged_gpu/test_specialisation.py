@@ -153,9 +153,8 @@ def test_a_server_compiles_before_its_first_request(
         known |= launched(warmup.made_up_decodes(count, 1, context, width, cpu))
         steps += 1
     budgets = len(list(prompts_of.bands(0, longest)))
-    assert (
-        steps <= (50 if flash else 75) + 20 * budgets
-    )  # each takes milliseconds of a server's start
+    # each takes milliseconds of a server's start
+    assert steps <= (50 if flash else 75) + 20 * budgets
     chance = random.Random(0)
     for _ in range(80):
         decodes = chance.choice([0, 1, 2, 3, 5, 17, requests])
