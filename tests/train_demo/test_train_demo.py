@@ -178,7 +178,7 @@ def test_bad_options_are_refused_before_anything_is_trained(tmp_path: Path) -> N
 def test_ranks_get_every_option_that_was_given(
     models: list[str] | tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Typer keeps the values of a repeatable option as a list, before 0.29 as a tuple."""
+    """Typer keeps the values of a repeatable option as a list, 0.20 as a tuple."""
     ran: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
