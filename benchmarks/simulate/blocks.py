@@ -69,7 +69,7 @@ def attend_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    chosen: torch.Tensor,
+    weights: torch.Tensor,
     tile: int,
     start: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,18 +79,18 @@ def attend_blocks(
         q: ``[H, G, R, D]``, whole tiles.
         k: ``[H, N, D]``.
         v: ``[H, N, D]``.
-        chosen: ``[H, tiles, blocks]``, what a tile attends.  The first block is always chosen.
+        weights: ``[H, tiles, blocks]`` fp32, for how many blocks one counts; 0 is not attended.
+            The first block always is.
         tile: rows that share a choice.
         start: the first row's position; those from ``N`` on count as the last.
     """
     if q.is_cuda:
-        return launch_attend_blocks(q, k, v, chosen, tile, start)
+        return launch_attend_blocks(q, k, v, weights, tile, start)
     keys = torch.arange(k.shape[1], device=q.device)
     rows = torch.arange(start, start + q.shape[2], device=q.device).clamp(max=k.shape[1] - 1)
-    keep = chosen.repeat_interleave(tile, 1).repeat_interleave(PAGE, 2)[..., : k.shape[1]]
-    keep = keep & (keys <= rows[:, None])
-    logits = dense_logits(q, k) * k.shape[-1] ** -0.5
-    logits = logits.masked_fill(~keep[:, None], -math.inf)
+    logs = weights.log().repeat_interleave(tile, 1).repeat_interleave(PAGE, 2)[..., : k.shape[1]]
+    logits = dense_logits(q, k) * k.shape[-1] ** -0.5 + logs[:, None]
+    logits = logits.masked_fill(keys > rows[:, None], -math.inf)
     return (logits.softmax(-1) @ v.float()[:, None]).to(q.dtype), logits.logsumexp(-1)
 
 
@@ -98,7 +98,7 @@ def launch_attend_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    chosen: torch.Tensor,
+    weights: torch.Tensor,
     tile: int,
     start: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,12 +106,13 @@ def launch_attend_blocks(
     from .kernels import attend_blocks_kernel
 
     (heads, groups), head_dim = q.shape[:2], q.shape[-1]
-    tiles, blocks = chosen.shape[1:]
-    lists = chosen.byte().sort(dim=-1, descending=True, stable=True).indices.int()
+    (tiles, blocks), chosen = weights.shape[1:], weights > 0
+    lists = chosen.byte().sort(dim=-1, descending=True, stable=True).indices
+    logs = weights.gather(-1, lists).log()
     out, lse = q.new_empty(q.shape), torch.empty(q.shape[:3], device=q.device)
     block_m = 128 if groups * tile > 64 else 64
     attend_blocks_kernel[-(-groups * tile // block_m), tiles, heads](
-        out, lse, q.contiguous(), k.contiguous(), v.contiguous(), lists,
+        out, lse, q.contiguous(), k.contiguous(), v.contiguous(), lists.int(), logs,
         chosen.sum(-1, dtype=torch.int32), head_dim**-0.5, start, k.shape[1], tiles, blocks,
         D=head_dim, GROUP=groups, TILE=tile, BLOCK_M=block_m, num_warps=8 if block_m == 128 else 4,
         num_stages=2,

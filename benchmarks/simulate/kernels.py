@@ -54,13 +54,13 @@ def block_logits_kernel(
 
 @triton.jit
 def attend_blocks_kernel(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, lists_ptr, counts_ptr, softmax_scale, start, KEYS, TILES,
-    MOST, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, lists_ptr, logs_ptr, counts_ptr, softmax_scale, start,
+    KEYS, TILES, MOST, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile's rows over its list of blocks of 64 keys (FlashAttention-2).
 
     A program has ``BLOCK_M`` of a tile's ``GROUP * TILE`` rows.  Its list begins with a block of
-    which each row sees a key.
+    which each row sees a key.  The logs of the blocks' weights are added to logits.
     """
     tile = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
@@ -78,12 +78,14 @@ def attend_blocks_kernel(
     k_ptr += head * KEYS * D
     v_ptr += head * KEYS * D
     lists_ptr += (head * TILES + tile) * MOST
+    logs_ptr += (head * TILES + tile) * MOST
     for place in range(tl.load(counts_ptr + head * TILES + tile)):
         offs_n = tl.load(lists_ptr + place) * 64 + tl.arange(0, 64)
         there = (offs_n < KEYS)[:, None]
         k = tl.load(k_ptr + offs_n[:, None] * D + offs_d, mask=there, other=0.0)
         v = tl.load(v_ptr + offs_n[:, None] * D + offs_d, mask=there, other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * softmax_scale  # [BLOCK_M, 64]
+        logits += tl.load(logs_ptr + place)
         logits = tl.where(offs_n[None, :] <= last[:, None], logits, -float("inf"))
         high = tl.maximum(most, tl.max(logits, 1))
         weights = tl.exp(logits - high[:, None])

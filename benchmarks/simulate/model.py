@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,18 @@ class Model:
         theta = (config.get("rope_parameters") or config)["rope_theta"]
         channels = torch.arange(0, self.head_dim, 2, device=device).float()
         self.frequencies = theta ** -(channels / self.head_dim)
+        self.rotation = 1.0  # what YaRN multiplies sines and cosines by
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if scaling.get("rope_type") == "yarn":
+            factor, known = scaling["factor"], scaling["original_max_position_embeddings"]
+            self.rotation += 0.1 * math.log(factor)
+            turns = known * self.frequencies / (2 * math.pi)  # of a channel within the known length
+            step = math.log(theta) * 2 / self.head_dim
+            # Channels between 32 turns and one, ends rounded outwards, go over to the longer scale.
+            first = math.floor(math.log(turns[0].item() / 32) / step)
+            last = math.ceil(math.log(turns[0].item()) / step)
+            part = ((channels / 2 - first) / (last - first)).clamp(0.0, 1.0)
+            self.frequencies = self.frequencies * (1.0 - part + part / factor)
 
     def prompt(self, tokens: Sequence[int], attend: Attend) -> Prompt:
         """Keys and values of a prompt whose queries attend by ``attend``."""
@@ -93,8 +106,8 @@ class Model:
             made = F.linear(y, self.weights[f"{part}.weight"], self.weights.get(f"{part}.bias"))
             return made.view(len(y), heads, self.head_dim).transpose(0, 1)
 
-        q = _rotate(rows("q", self.heads), angles).unflatten(0, (self.kv_heads, -1))
-        return q, _rotate(rows("k", self.kv_heads), angles), rows("v", self.kv_heads)
+        q = _rotate(rows("q", self.heads), angles, self.rotation).unflatten(0, (self.kv_heads, -1))
+        return q, _rotate(rows("k", self.kv_heads), angles, self.rotation), rows("v", self.kv_heads)
 
     def _finish(self, layer: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         name = f"model.layers.{layer}"
@@ -110,8 +123,8 @@ class Model:
         return x + torch.cat(parts)
 
 
-def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, angles: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """RoPE of ``[heads, rows, D]``; channel ``d`` turns with channel ``d + D / 2``."""
     a, b = x.float().chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

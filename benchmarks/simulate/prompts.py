@@ -34,7 +34,10 @@ class PromptRule:
             sketch, or ``page``: their masses by its logits, beside those of the keys of sinks and
             window.
         rank_rows: rows of a tile, evenly spaced, whose masses rank.
-        rank_by: what a block counts, as ``name_by``.
+        rank_by: what a block counts, as ``name_by``; ``squares``: the root of the mean square.
+        draws: whether blocks are drawn by what they count.  The largest are chosen for certain, and
+            one that was not likely to be drawn stands for as many as it (Madow and Madow 1944).
+        draws_candidates: whether candidates are drawn too, by what names them.
         variance: whether spread within a sketch's vectors adds to its logits.
         min_mass: a chosen block gives some row at least this share in the mean of its heads.
         tail: what gives the logits of one key for each block that is not attended, whose value is
@@ -56,7 +59,9 @@ class PromptRule:
     name_by: Literal["sum", "largest"] = "sum"
     ranks: str = "exact"
     rank_rows: int = 32
-    rank_by: Literal["sum", "largest"] = "largest"
+    rank_by: Literal["sum", "largest", "squares"] = "largest"
+    draws: bool = False
+    draws_candidates: bool = False
     variance: bool = False
     min_mass: float = 0.0
     tail: str = ""
@@ -154,8 +159,9 @@ def _chunk(
     first = (rows[:, :1] // PAGE - rule.window // PAGE).clamp(min=1)
     always = ((block >= first) | (block < 1)) & (block <= rows[:, -1:] // PAGE)
     between = (block >= 1) & (block < first)  # [tiles, blocks]
-    chosen = _choose(rule, pages, query, k, rows, between, always) | always
-    out, lse = attend_blocks(query, k, v, chosen, rule.tile, start)
+    weights = _choose(rule, pages, query, k, rows, between, always) + always
+    chosen = weights > 0
+    out, lse = attend_blocks(query, k, v, weights, rule.tile, start)
     if rule.tail:
         left = (between & ~chosen).repeat_interleave(rule.tile, 1)
         out = _with_tail(rule, pages, query, out, lse, left)
@@ -173,7 +179,7 @@ def _choose(
     between: torch.Tensor,
     always: torch.Tensor,
 ) -> torch.Tensor:
-    """``[H, tiles, blocks]``: the blocks that each tile chooses.
+    """``[H, tiles, blocks]`` fp32: for how many each block that a tile chooses counts; else 0.
 
     Args:
         rule: what is attended.
@@ -185,6 +191,7 @@ def _choose(
         always: ``[tiles, blocks]``, those that are attended in any case.
     """
     candidates = between.expand(k.shape[0], -1, -1)
+    weights = candidates.float()
     if rule.scores != "all":
         named = slice(rule.name_stride - 1, None, rule.name_stride)
         logits = _logits(rule, rule.scores, pages, q, None, rows, named)
@@ -195,7 +202,8 @@ def _choose(
         # The first block has none before it.
         share = _over_rows(share.nan_to_num_(0).sum(1), rule.name_by)
         places = torch.full_like(rows[:, 0], rule.candidates)
-        candidates = _best(share * between, places) & between
+        weights = _picked(share * between, places, rows[:, 0], rule.draws_candidates) * between
+        candidates = weights > 0
     step = rule.tile // min(rule.rank_rows, rule.tile)
     ranked = slice(step - 1, None, step)
     logits = _logits(rule, "exact", pages, q, k, rows, ranked)
@@ -204,13 +212,43 @@ def _choose(
         logits = torch.where(between[:, None], sketched, logits)
     logits.masked_fill_(~(candidates | always)[:, None, :, None], -math.inf)
     mass = _over_rows(logits.softmax(-1).sum(1), rule.rank_by) * candidates
-    places = rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth
+    places = (rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth).round().int()
     least = rule.min_mass * q.shape[1]
-    return _best(mass, places.round().int()) & (mass > least)
+    return _picked(mass * weights, places, rows[:, 0], rule.draws) * weights * (mass > least)
 
 
-def _over_rows(share: torch.Tensor, by: Literal["sum", "largest"]) -> torch.Tensor:
+def _over_rows(share: torch.Tensor, by: str) -> torch.Tensor:
+    if by == "squares":
+        return share.pow(2).mean(2).sqrt()
     return share.sum(2) if by == "sum" else share.amax(2)
+
+
+def _picked(
+    mass: torch.Tensor, places: torch.Tensor, position: torch.Tensor, draws: bool
+) -> torch.Tensor:
+    """``[H, tiles, blocks]`` fp32: 1 over the probability of blocks that are picked; else 0.
+
+    Args:
+        mass: ``[H, tiles, blocks]``.
+        places: ``[tiles]``, how many are picked.
+        position: ``[tiles]``, the first row's; where a sample starts follows from it.
+        draws: whether the sample is random; else the largest are picked.
+    """
+    if not draws:
+        return _best(mass, places).float()
+    size = mass.double().clamp(min=1e-30)
+    ordered = size.sort(-1, descending=True).values
+    rest = ordered.flip(-1).cumsum(-1).flip(-1)
+    left = places[:, None] - torch.arange(size.shape[-1], device=size.device)  # if so many are sure
+    threshold = rest / left.clamp(min=1)
+    sure = (ordered > threshold).int().cumprod(-1).sum(-1, keepdim=True)
+    covered = (places >= (mass > 0).sum(-1))[..., None]
+    threshold = threshold.gather(-1, sure.clamp(max=size.shape[-1] - 1))
+    share = torch.where(covered, (mass > 0).double(), (size / threshold).clamp(max=1.0))
+    start = position.double()[:, None] / 64 * 0.6180339887 % 1.0
+    until = share.cumsum(-1) + start
+    drawn = until.floor() > (until - share).floor()
+    return torch.where(drawn & (mass > 0), 1.0 / share, 0.0).float()
 
 
 def _best(mass: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

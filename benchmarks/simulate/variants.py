@@ -206,6 +206,29 @@ def _spared() -> list[Variant]:
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
+def _drawn() -> list[Variant]:
+    """Blocks that are drawn by their masses, in place of the largest; how many, and of what."""
+    base = PromptRule("m16", dense_last=1024)
+    drawn = replace(base, draws=True)
+    most = replace(base, blocks=192)
+    rules = {
+        "96 of 192": base,
+        "96 of 192 drawn": drawn,
+        "96 of 192 drawn by squares": replace(drawn, rank_by="squares"),
+        "96 of 192 drawn twice": replace(drawn, draws_candidates=True),
+        "96 of all": replace(base, scores="all"),
+        "96 of all drawn": replace(drawn, scores="all"),
+        "144 of 288": replace(base, blocks=144, candidates=288),
+        "144 of 288 drawn": replace(drawn, blocks=144, candidates=288),
+        "192 of 384": replace(base, blocks=192, candidates=384),
+        "mass .01 of 192": replace(most, min_mass=0.01),
+        "mass .02 of 192": replace(most, min_mass=0.02),
+    }
+    pairs = DecodeRule("p2dr", cell=2, variance="page", sampled=1.0)
+    tokens = [Variant(f"tokens {x} drawn", replace(pairs, tokens=x)) for x in (2048, 4096)]
+    return [*tokens, *(Variant(name, prompt=rule) for name, rule in rules.items())]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -215,4 +238,5 @@ SETS = {
     "details": _details(),
     "corrections": _corrections(),
     "spared": _spared(),
+    "drawn": _drawn(),
 }
