@@ -55,7 +55,8 @@ def block_logits_kernel(
 @triton.jit
 def attend_blocks_kernel(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, lists_ptr, logs_ptr, counts_ptr, softmax_scale, start,
-    KEYS, TILES, MOST, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    KEYS, TILES, MOST,
+    D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile's rows over its list of blocks of 64 keys (FlashAttention-2).
 

@@ -73,6 +73,7 @@ def attend_head(
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
     dout: torch.Tensor | None = None,
+    logs: torch.Tensor | None = None,
     chunk: int = 1024,
 ) -> list[torch.Tensor]:
     """Attention of one KV head in `dtype`, every intermediate rounded to it: `out [N, G, D]`.
@@ -86,6 +87,7 @@ def attend_head(
         v: [M, D].
         dtype: torch.float64 for the oracle, the inputs' own for "what plain torch would give".
         sinks: [G] extra logits in the denominator.
+        logs: [M], natural logs of the weights of keys; by default 0.
     """
     num_queries, num_keys = len(q), len(k)
     tensors = [x.detach().to(dtype) for x in (q, k, v, *([] if sinks is None else [sinks]))]
@@ -101,7 +103,9 @@ def attend_head(
         places = (rows, cols, cols, slice(None))[: len(tensors)]
         parts = [x[place].requires_grad_() for x, place in zip(tensors, places, strict=True)]
         with torch.set_grad_enabled(dout is not None):
-            partial = _attend(*parts, hidden=~seen[:, cols], softmax_scale=softmax_scale)
+            more = None if logs is None else logs[cols].to(dtype)
+            hidden = ~seen[:, cols]
+            partial = _attend(*parts, hidden=hidden, softmax_scale=softmax_scale, logs=more)
         out[rows] = partial.detach().to(wide)
         if dout is None:
             continue
@@ -119,9 +123,12 @@ def _attend(
     *,
     hidden: torch.Tensor,
     softmax_scale: float,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[R, G, D] of queries ``[R, G, D]`` over keys ``[C, D]``, of which some are hidden."""
     logits = (q.transpose(0, 1) @ k.T) * softmax_scale  # [G, R, C]
+    if logs is not None:
+        logits = logits + logs
     logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
     if sinks is not None:
         logits = torch.cat([logits, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)

@@ -21,7 +21,7 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
-from sparsek_kernels.paged.sample import CELL_BITS
+from sparsek_kernels.paged.sample import CELL_MASK
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ def block_indices(
     softmax_scale: float,
     index: Indexer | None = None,
 ) -> torch.Tensor:
-    """Every block that each query attends: ``[B, N, Hkv, S]`` int32, -1 for none.
+    """Every block that each query attends, ``[B, N, Hkv, S]`` int32, -1 for none: no weights.
 
     The queries are the last N tokens, and none of them sees everything.
 
@@ -145,8 +145,7 @@ def block_indices(
         tile_of_row = position // policy.query_tile
         tile_of_row = tile_of_row - tile_of_row[0]
         chosen = torch.stack([rows[tile_of_row] for rows in per_request])  # [B, N, Hkv, top]
-        if policy.alignment:  # entries of samples: the cells alone
-            chosen = torch.where(chosen < 0, -1, chosen & ((1 << CELL_BITS) - 1))
+        chosen = torch.where(chosen < 0, -1, chosen & CELL_MASK)  # without weights
         first, end = (block[:, None] for block in policy.local_range(position))
         sink = torch.arange(policy.sink_blocks, device=q.device)
         sink = torch.where(sink < first, sink, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.reference import exact_masses_reference, tile_scores_reference
+from sparsek_kernels.paged.reference import candidates_reference, select_tile_reference
+from sparsek_kernels.paged.sample import CELL_BITS
 
 SMALL: dict[str, Param] = {
     **OPS["paged_prefill"].defaults,
@@ -173,27 +175,20 @@ def test_the_workload_of_lists_has_the_default_budget() -> None:
 
 def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
     inputs = make_inputs(Case("t", parse_spec("q1k"), {**SMALL, "top_k": 8}), CPU)
-    inputs.q.mul_(4.0)  # far from ties
-    tile, policy = prefill_tiles(inputs)[-1], inputs.policy
-    first, last = policy.candidate_range(tile.positions[0])
-    of_tile, scale = inputs.of_tile(tile), inputs.softmax_scale
-    scores = tile_scores_reference(*of_tile, policy, scale)[0, first:]
-    order = scores.argsort(descending=True) + first
-    listed = torch.zeros(last, dtype=torch.bool)
-    listed[order[: policy.listed_blocks]] = True
-    masses = exact_masses_reference(
-        *of_tile, [order[: policy.listed_blocks].tolist()], policy, scale
-    )
-    exact = masses.amax(0)[0, :last].where(listed, -1.0)
-    ranked = exact.argsort(descending=True)
-    count, places = policy.scored_blocks, policy.listed_blocks
+    tile, policy = prefill_tiles(inputs)[-1], replace(inputs.policy, top_k=3)
+    rule = (*inputs.of_tile(tile), policy, inputs.softmax_scale)
+    listed = torch.tensor(candidates_reference(*rule).entries[0])
+    chosen = torch.tensor(select_tile_reference(*rule, [listed.tolist()]).entries[0])
+    assert int((chosen >= 0).sum()) > 1
 
-    def verdict(chosen: torch.Tensor) -> str:
-        return wrong_selection(chosen.sort().values, inputs, tile, policy)
+    def verdict(chosen: torch.Tensor, listed: torch.Tensor = listed) -> str:
+        return wrong_selection(chosen, listed, inputs, tile, policy)
 
-    assert not verdict(ranked[:count])
-    assert "beat" in verdict(ranked[places - count : places])
-    assert "listed below" in verdict(order[-count:])
+    assert not verdict(chosen)
+    assert "order" in verdict(chosen.flip(0).where(chosen >= 0, -1))
+    assert "is not drawn" in verdict(torch.cat([chosen[1:], chosen.new_tensor([-1])]))
+    assert verdict(chosen % (1 << CELL_BITS))
+    assert "is not drawn" in verdict(chosen, torch.cat([listed[1:], listed.new_tensor([-1])]))
 
 
 def test_the_cost_of_choosing_counts_means_and_lists() -> None:

@@ -31,7 +31,7 @@ def select_launched(operands: PagedOperands, segment: Segment, index: Indexer) -
     if isinstance(index, PageRecords):
         return records_launch.select(operands, segment)
     if isinstance(index, TwoStep):
-        return Chosen(two_step_launch.select(operands, segment))
+        return Chosen(two_step_launch.select(operands, segment, index.kept))
     if isinstance(index, InfLLM):
         return Chosen(infllm_launch.select(operands, segment))
     if isinstance(index, Seer):

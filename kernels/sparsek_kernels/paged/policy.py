@@ -40,6 +40,9 @@ _MOST_TOKENS = 1 << 31
 CANDIDATES = 2
 """Blocks of a tile that are weighed by their real keys, for each slot."""
 
+MOST_LISTED = (1 << 16) - 1
+"""Most of them, as sums of their probabilities are 32-bit integers."""
+
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
 
@@ -251,7 +254,9 @@ class SelectionPolicy:
     @property
     def listed_blocks(self) -> int:
         """Most blocks of a tile that are ranked exactly; a single token's are not."""
-        return CANDIDATES * self.scored_blocks if self.query_tile > 1 else 0
+        if self.query_tile == 1:
+            return 0
+        return max(min(CANDIDATES * self.scored_blocks, MOST_LISTED), self.scored_blocks)
 
     @property
     def is_dense(self) -> bool:

@@ -7,6 +7,8 @@ Each half, and each indexer, has its own; this is the whole.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sparsek_kernels.paged.attend.reference import (
@@ -14,6 +16,7 @@ from sparsek_kernels.paged.attend.reference import (
     attend_reference,
     gather_sequence,
     list_logs,
+    logs_reference,
     visible_reference,
 )
 from sparsek_kernels.paged.batch import PagedBatch
@@ -30,6 +33,7 @@ from sparsek_kernels.paged.index.two_step.reference import (
     exact_masses_reference,
     ranking_queries,
     sampled_queries,
+    select_tile_reference,
     tile_scores_reference,
 )
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
@@ -47,6 +51,7 @@ __all__ = [
     "kernel_shares_reference",
     "list_logs",
     "listed_reference",
+    "logs_reference",
     "means_reference",
     "paged_attention_reference",
     "ranking_queries",
@@ -54,6 +59,7 @@ __all__ = [
     "select_blocks_reference",
     "select_infllm_reference",
     "select_seer_reference",
+    "select_tile_reference",
     "tile_scores_reference",
     "visible_reference",
 ]
@@ -73,19 +79,14 @@ def select_blocks_reference(
         k: ``[N, Hkv, D]``.
 
     Returns:
-        For each KV head, ascending block indices, or with an alignment the entries of its list;
-        ``None`` where the tile sees everything.
+        For each KV head, the entries of its list; ``None`` where the tile sees everything.
     """
     if policy.alignment:
         found = choose_reference(q, k[: positions[-1] + 1], positions[0], policy, softmax_scale)
         return None if found is None else found.entries
     if policy.sees_all(positions[0]):
         return None
-    listed = candidates_reference(q, k, positions, policy, softmax_scale)
-    scores = exact_masses_reference(q, k, positions, listed, policy, softmax_scale).amax(0)
-    return [
-        best(row, blocks, policy.scored_blocks) for row, blocks in zip(scores, listed, strict=True)
-    ]
+    return select_tile_reference(q, k, positions, policy, softmax_scale).entries
 
 
 def listed_reference(entries: list[list[int]]) -> Select:
@@ -195,8 +196,9 @@ def paged_attention_reference(
                 seen = whole[row].expand(1, k.shape[1], -1)
                 out[one] = attend_reference(q[one], k, v, seen, scale, sinks)
             continue
-        visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
+        logs = logs_reference(q[begin:end], k, positions, rule, scale, select)
+        visible = logs > -math.inf
         for row in exempt:
-            visible[row] = whole[row]
-        out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)
+            visible[row], logs[row] = whole[row], 0.0
+        out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks, logs)
     return out

@@ -1,18 +1,25 @@
-"""A sample of cells: how many of each key are kept, with what weight, and the entries of a list.
+"""A sample of cells or blocks: how many of each key are kept, with what weight, and list entries.
 
-The rule is docs/selection.md, "By records".  A list's *entry* is a cell and the log of its weight:
-``cell + (steps << CELL_BITS)``, with a weight of ``2 ** (steps / STEPS)``.  So a cell's number
-alone is an entry of weight 1.  Places that are not filled hold -1.
+The rule is docs/selection.md, "A sample".  A list's *entry* is a cell (or block) and the log of its
+weight: ``cell + (steps << CELL_BITS)``, with a weight of ``2 ** (steps / STEPS)``.  So a cell's
+number alone is an entry of weight 1.  Places that are not filled hold -1.
 """
 
 from __future__ import annotations
+
+from math import log2
 
 import torch
 
 CELL_BITS = 21
 """Bits of a cell's number in an entry; the 10 above are its weight's."""
+CELL_MASK = (1 << CELL_BITS) - 1
 STEPS = 32
 """Steps of a weight's log in an octave."""
+MOST_STEPS = 32 * STEPS - 1
+"""Most steps of an entry."""
+KEYS = 64
+"""Integer keys: four for each of 16 octaves of scores."""
 WHOLE_BITS = 16
 """Bits behind the point of probabilities."""
 THREADS = 8
@@ -21,6 +28,22 @@ MOST_CELLS = (1 << (31 - WHOLE_BITS)) - 1
 """Places of a list at most, so that sums of probabilities are 32-bit integers."""
 SPREAD = 0x9E3779B1
 """The golden ratio, of ``2 ** 32``: multiples of it are spread evenly."""
+
+
+def first_key(places: int, rows: int) -> int:
+    """What is taken from a float32 score's highest 11 bits, so that keys end at 63.
+
+    Scores add up to ``rows`` at most, so one above ``rows / places`` is chosen in any case: the
+    last key is for these.
+    """
+    octave = int(log2(max(places / rows, 1.0)))
+    return ((127 - octave) << 2) - (KEYS - 1)
+
+
+def keys_of(scores: torch.Tensor, places: int, rows: int) -> torch.Tensor:
+    """Integer keys of float32 scores: their highest bits."""
+    scores = scores.nan_to_num(0.0).clamp_(min=0.0)
+    return ((scores.view(torch.int32) >> 21) - first_key(places, rows)).clamp_(0, KEYS - 1)
 
 
 def start_of(position: int) -> int:
@@ -52,6 +75,36 @@ def weight_steps(counts: torch.Tensor, places: int) -> torch.Tensor:
 def probabilities(steps: torch.Tensor) -> torch.Tensor:
     """Probabilities, int32 of ``2 ** WHOLE_BITS``, of cells whose weights have these steps."""
     return (2.0 ** (WHOLE_BITS - steps.double() / STEPS)).floor().int()
+
+
+def draw(
+    keys: torch.Tensor, competing: torch.Tensor, places: int, starts: torch.Tensor
+) -> torch.Tensor:
+    """Samples of many lists of things with integer keys: entries ``[..., places]`` int64.
+
+    An entry's number is the thing's place among the ``n``; entries come in that order, then -1.
+
+    Args:
+        keys: ``[..., n]`` int64.
+        competing: ``[..., n]`` bool, which things are there at all.  Where there are no more than
+            ``places``, all are kept.
+        starts: ``[...]`` int64 of :func:`start_of`.
+    """
+    if not places:
+        return keys[..., :0]
+    counts = torch.zeros(*keys.shape[:-1], KEYS, dtype=torch.long)
+    counts.scatter_add_(-1, keys, competing.long())
+    some = (competing.sum(-1) > places)[..., None]
+    steps = weight_steps(torch.where(some, counts, places + 1), places).long()  # any, where all are
+    steps = torch.where(some, steps, 0)
+    each = probabilities(steps).long().gather(-1, keys) * competing
+    until = each.cumsum(-1) + starts[..., None]
+    place = (until - each) >> WHOLE_BITS
+    kept = ((until >> WHOLE_BITS) > place) & (place < places)
+    found = torch.arange(keys.shape[-1]) + (steps.gather(-1, keys) << CELL_BITS)
+    entries = torch.full((*keys.shape[:-1], places + 1), -1)
+    entries.scatter_(-1, torch.where(kept, place, places), torch.where(kept, found, -1))
+    return entries[..., :places]
 
 
 def sample_cells(keys: torch.Tensor, counts: torch.Tensor, places: int, start: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.policy import CELL, CELL_SIZE, SelectionPolicy, StepPolicy, ceil_div
 from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 
@@ -93,11 +94,11 @@ def gate_tiles(
         is_exempt = policy.dense_last > 0 and tile.rows.start >= first_exempt(inputs)
         rule = DENSE if is_exempt else replace(policy, dense_last=0)
         if rule.selects_blocks and not rule.sees_all(tile.positions[-1]):
-            chosen = _chosen(inputs, tile, rule, step, lists)
+            chosen, listed = _chosen(inputs, tile, rule, step, lists)
             if lists is not None:
                 wrong = lists.wrong(chosen, inputs, tile, rule)
             else:
-                wrong = wrong_selection(chosen, inputs, tile, rule)
+                wrong = wrong_selection(chosen, listed, inputs, tile, rule)
             if wrong:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         dtypes = (torch.float64, inputs.q.dtype)
@@ -110,18 +111,23 @@ def gate_tiles(
 
 def _chosen(
     inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, step: Step, lists: Lists | None
-) -> torch.Tensor:
-    """Blocks that our kernels choose for one tile in the step that has it.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of the blocks that our kernels choose for one tile in the step that has it, and of
+    its candidates; with ``lists`` there are none.
 
-    The tile alone could be scored by another kernel, whose rounding decides other near ties.
+    The tile alone could be scored by another kernel, whose rounding decides other draws.
     """
     batch, rows = step
+    kept: list[torch.Tensor] = []
     found = select_blocks(
         inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary,
-        indexers=None if lists is None else lists.indexers,
+        indexers=Indexers(TwoStep(kept)) if lists is None else lists.indexers,
     )  # fmt: skip
     row = (tile.rows.start - rows.start) // policy.query_tile
-    return found[tile.request][row, tile.head].long().cpu()
+    chosen = found[tile.request][row, tile.head].long().cpu()
+    if lists is not None:
+        return chosen, chosen[:0]
+    return chosen, torch.cat(kept)[row, tile.head].long().cpu()
 
 
 def attended_pairs(

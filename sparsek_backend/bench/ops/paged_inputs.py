@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,11 @@ from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import (
-    exact_masses_reference,
-    tile_scores_reference,
-    visible_reference,
+    candidates_reference,
+    logs_reference,
+    select_tile_reference,
 )
+from sparsek_kernels.paged.sample_reference import Choice, list_error
 
 DEFAULTS = HEADS | {
     "page_size": 64,
@@ -176,56 +178,35 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     )
 
 
-_LIST_SLACK, _MASS_SLACK = 0.05, 0.02
-"""Scores that differ by less, relatively, may stand in for each other: means are rounded, and
-masses are shares of lists that may differ by these."""
+_LIST_ERROR, _MASS_ERROR = 0.05, 0.02
+"""Most relative errors of scores: means are rounded, and products have 16 bits."""
 
 
 def wrong_selection(
-    chosen: torch.Tensor, inputs: PagedInputs, tile: Tile, policy: SelectionPolicy
+    chosen: torch.Tensor,
+    listed: torch.Tensor,
+    inputs: PagedInputs,
+    tile: Tile,
+    policy: SelectionPolicy,
 ) -> str:
-    """Why a tile's chosen blocks do not follow the rule, or an empty string."""
-    first, last = policy.candidate_range(tile.positions[0])
-    blocks = chosen[chosen >= 0]
-    if not policy.scored_blocks == blocks.numel() == len(set(blocks.tolist())):
-        return f"{blocks.tolist()} are not {policy.scored_blocks} distinct blocks"
-    if blocks.numel() and (int(blocks.min()) < first or int(blocks.max()) >= last):
-        return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
-    blocks = blocks.to(inputs.q.device)
-    of_tile = inputs.of_tile(tile)
+    """Why a tile's chosen blocks do not follow the rule, or an empty string.
+
+    Args:
+        chosen: ``[scored_blocks]`` entries.
+        listed: ``[listed_blocks]`` entries of the tile's candidates.
+    """
+    of_tile = (*inputs.of_tile(tile), policy, inputs.softmax_scale)
     with inputs.q.device:
-        scores = tile_scores_reference(*of_tile, policy, inputs.softmax_scale)[0]
-        scores[:first] = -1.0
-        listed = min(policy.listed_blocks, last - first)
-        least = float(scores.topk(listed).values[-1])
-        if listed == last - first:
-            surely = perhaps = scores >= 0.0
-        else:
-            surely = scores > (1 + _LIST_SLACK) * least
-            perhaps = scores >= (1 - _LIST_SLACK) * least
-        if not bool(perhaps[blocks].all()):
-            return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
-        mine, highest = torch.zeros_like(surely), torch.zeros_like(surely)
-        mine[blocks] = highest[scores.topk(listed).indices] = True
-        reason = ""
-        for some in (perhaps, surely | mine, highest & perhaps):  # shares depend on the list
-            lists = [some.nonzero().flatten().tolist()]
-            masses = exact_masses_reference(*of_tile, lists, policy, inputs.softmax_scale)[:, 0]
-            reason = _not_the_best(blocks, masses.amax(0), surely, _MASS_SLACK)
-            if not reason:
-                break
-    return reason
+        named = on_cpu(candidates_reference(*of_tile))
+        ranked = on_cpu(select_tile_reference(*of_tile, [listed.tolist()]))
+    wrong = list_error(named, 0, listed.tolist(), _LIST_ERROR)
+    return wrong or list_error(ranked, 0, chosen.tolist(), _MASS_ERROR)
 
 
-def _not_the_best(
-    blocks: torch.Tensor, scores: torch.Tensor, competing: torch.Tensor, slack: float
-) -> str:
-    """Why ``blocks`` are not the best of those that surely compete ([blocks] bool)."""
-    certain = scores[: len(competing)][competing]
-    if len(certain) < blocks.numel():
-        return ""
-    worst, best = float(scores[blocks].min()), float(certain.topk(blocks.numel()).values[-1])
-    return "" if worst >= (1 - slack) * best else f"a block of score {worst:.3e} beat {best:.3e}"
+def on_cpu(choice: Choice) -> Choice:
+    """The choice with its tensors on the CPU."""
+    moved = {name: x.cpu() for name, x in choice._asdict().items() if torch.is_tensor(x)}
+    return choice._replace(**moved)
 
 
 def attend_tile(
@@ -235,15 +216,20 @@ def attend_tile(
     policy: SelectionPolicy,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Attention of one tile over sinks, chosen and local blocks in `dtype`: [rows, G, D]."""
+    """Attention of one tile over sinks, chosen and local blocks in `dtype`: [rows, G, D].
+
+    Args:
+        chosen: ``[scored_blocks]`` entries.
+    """
     q, k, positions = inputs.of_tile(tile)
     _, v = inputs.keys_of(tile.request, tile.head)
-    listed, scale = [chosen[chosen >= 0].tolist()], inputs.softmax_scale
+    listed, scale = [chosen.tolist()], inputs.softmax_scale
     with q.device:
-        visible = visible_reference(q, k, positions, policy, scale, lambda *_: listed)[:, 0]
+        logs = logs_reference(q, k, positions, policy, scale, lambda *_: listed)[:, 0]
     every = MaskRule(causal=False)
-    outputs = [
-        attend_head(row[None], k[seen, 0], v[seen], every, dtype=dtype, softmax_scale=scale)[0]
-        for row, seen in zip(q, visible, strict=True)
-    ]
+    outputs = []
+    for row, mine in zip(q, logs, strict=True):
+        seen = mine > -math.inf
+        options = {"dtype": dtype, "softmax_scale": scale, "logs": mine[seen]}
+        outputs += attend_head(row[None], k[seen, 0], v[seen], every, **options)
     return torch.cat(outputs)

@@ -12,11 +12,12 @@ from sparsek_backend.bench.registry import GateResult
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.index.page_records import PageRecords
-from sparsek_kernels.paged.index.page_records.reference import Choice, choose_reference, list_error
+from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import attend_reference, list_logs
+from sparsek_kernels.paged.sample_reference import Choice, list_error
 
 SCORES, _ERROR = 0.1, 0.02
 """Most error of scores: weights of 8 bits have 3 behind the leading one.  Most error of the output,

@@ -8,11 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from sparsek_kernels.paged.index.page_records.reference import (
-    Choice,
-    draw_by_scores,
-    key_reference,
-)
+from sparsek_kernels.paged.sample_reference import Choice, draw_by_scores, key_reference
 
 MARGIN = 0.0005
 """Most relative error of a score."""

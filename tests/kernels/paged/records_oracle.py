@@ -8,13 +8,14 @@ import torch
 
 from sparsek_kernels.paged.attend.reference import Select
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.index.page_records.reference import choose_reference, list_error
+from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
     attend_by_records_reference,
     gather_sequence,
     select_blocks_reference,
 )
+from sparsek_kernels.paged.sample_reference import list_error
 
 
 def checked_lists(

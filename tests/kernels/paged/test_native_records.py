@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from sparsek_kernels.paged import PagedBatch, SelectionPolicy
 from sparsek_kernels.paged.cpu.native import build, records
 from sparsek_kernels.paged.cpu.native import decode as native_decode
-from sparsek_kernels.paged.index.page_records.reference import start_reference
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.record import encode, record_bytes
+from sparsek_kernels.paged.sample_reference import start_reference
 from tests.kernels.paged import choice_oracle as oracle
 from tests.kernels.paged.native_builds import built_without, needs_compiler
 from tests.kernels.paged.record_cases import KINDS, check_decoded, segments

@@ -9,15 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged.index.page_records.reference import (
-    Choice,
-    draw_by_scores,
-    draw_reference,
-    key_reference,
-    list_error,
-    start_reference,
-    threshold_reference,
-)
 from sparsek_kernels.paged.sample import (
     CELL_BITS,
     STEPS,
@@ -26,6 +17,15 @@ from sparsek_kernels.paged.sample import (
     sample_cells,
     start_of,
     weight_steps,
+)
+from sparsek_kernels.paged.sample_reference import (
+    Choice,
+    draw_by_scores,
+    draw_reference,
+    key_reference,
+    list_error,
+    start_reference,
+    threshold_reference,
 )
 
 ONE = 1 << WHOLE_BITS

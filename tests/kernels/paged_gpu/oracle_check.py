@@ -10,14 +10,15 @@ from problems import Problem, attend_phases, select_phases
 
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import (
-    best,
-    exact_masses_reference,
+    candidates_reference,
     paged_attention_reference,
     select_blocks_reference,
-    tile_scores_reference,
+    select_tile_reference,
 )
+from sparsek_kernels.paged.sample_reference import list_error
 from tests.kernels.launched import run_launched, write_launched
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -122,13 +123,14 @@ def expected(
 
 
 class Chosen:
-    """The kernels' choice of prefills' blocks, each found to follow the rule but for near ties.
+    """The kernels' choice of prefills' blocks, found to follow the rule but for rounding.
 
-    Means of keys are rounded to the dtype of q, and sums have another order: scores that differ by
-    little may stand in for each other.
+    Means of keys are rounded to the dtype of q, and sums have another order: scores are a little
+    off, and then other samples are drawn.  The kernels' own candidates must be a sample by such
+    scores (``list_error``), and their blocks a sample of these candidates.
     """
 
-    LIST_SLACK, MASS_SLACK = 0.1, 0.03
+    LIST_ERROR, MASS_ERROR = 0.1, 0.03
 
     def __init__(
         self, problem: Problem, policy: SelectionPolicy | StepPolicy, k_scale: float = 1.0
@@ -136,8 +138,10 @@ class Chosen:
         operands = problem.operands(problem.q, k_scale=k_scale)
         batch = problem.batch
         prefills = batch.part(batch.num_decodes, batch.num_requests)
-        chosen = select_phases(operands, prefills, policy)
-        self._tiles = iter([tile for mine in chosen for tile in mine.cpu().clamp(min=-1)])
+        kept: list[torch.Tensor] = []
+        chosen = select_phases(operands, prefills, policy, Indexers(TwoStep(kept)))
+        self._listed = iter(torch.cat(kept).tolist() if kept else [])
+        self._tiles = iter([tile for mine in chosen for tile in mine.cpu()])
 
     def __call__(
         self,
@@ -148,63 +152,20 @@ class Chosen:
         softmax_scale: float,
     ) -> list[list[int]] | None:
         found = next(self._tiles)  # [Hkv, scored_blocks]
+        listed = next(self._listed, [])
         if policy.sees_all(positions[0]):
             assert (found == -1).all()
             return None
         if policy.scored_blocks == 0:
             return [[] for _ in found]
-        scores = tile_scores_reference(q, k, positions, policy, softmax_scale)
-        first, last = policy.candidate_range(positions[0])
-        count = min(policy.listed_blocks, last - first)
-        kept: list[list[int]] = found.tolist()
-        for head, mine in enumerate(kept):
-            assert mine == sorted(set(mine))
-            row = scores[head, first:last]
-            least = float(row.topk(count).values[-1])
-            low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
-            everything = count == last - first
-            surely, perhaps = (
-                {first + int(b) for b in (everything | (row >= bound)).nonzero()}
-                for bound in (high, low)
-            )
-            assert set(mine) <= perhaps
-            # shares depend a little on which of the near ties are listed
-            lists = (
-                perhaps,
-                surely | set(mine),
-                set(best(scores[head], range(first, last), count)) & perhaps,
-            )
-            assert any(
-                self._are_best(
-                    mine,
-                    surely,
-                    exact_masses_reference(
-                        q, k, positions, [sorted(some)] * len(scores), policy, softmax_scale
-                    )[:, head],
-                    self.MASS_SLACK,
-                )
-                for some in lists
-            )
-        return kept
-
-    def _are_best(
-        self,
-        mine: list[int],
-        surely: set[int],
-        masses: torch.Tensor,
-        slack: float,
-    ) -> bool:
-        """Whether no block that is surely listed has clearly more mass than one of ``mine``.
-
-        A block's mass is the largest that a sample gives it.
-
-        Args:
-            masses: ``[samples, blocks]``.
-        """
-        score, rest = masses.amax(0), sorted(surely - set(mine))
-        if not rest:
-            return True
-        return float(score[mine].min()) >= (1 - slack) * float(score[rest].max())
+        rule = (q, k, positions, policy, softmax_scale)
+        named = candidates_reference(*rule)
+        wrong = [list_error(named, head, mine, self.LIST_ERROR) for head, mine in enumerate(listed)]
+        ranked = select_tile_reference(*rule, listed)
+        mine = found.tolist()
+        wrong += [list_error(ranked, head, row, self.MASS_ERROR) for head, row in enumerate(mine)]
+        assert not any(wrong), wrong
+        return mine
 
 
 def without_records(policy: SelectionPolicy) -> StepPolicy:

@@ -22,7 +22,6 @@ from sparsek_kernels.paged.index.two_step import launch_scores
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 from sparsek_kernels.paged.reference import (
-    best,
     block_logits_reference,
     candidates_reference,
     means_reference,
@@ -161,8 +160,8 @@ def check(
         compared += 1
         if dtype == torch.float32:
             listed = candidates_reference(q, keys, positions, rule, scale)
-            among = range(*rule.candidate_range(low))
-            assert [best(of, among, rule.listed_blocks) for of in found] == listed
+            first, last = rule.candidate_range(low)
+            torch.testing.assert_close(found[:, first:last], listed.scores, rtol=1e-4, atol=1e-7)
     return worst, compared
 
 

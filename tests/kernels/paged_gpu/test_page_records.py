@@ -11,15 +11,12 @@ from problems import Problem, make_problem
 
 from sparsek_kernels.paged import Chosen, PageRecords, SelectionPolicy
 from sparsek_kernels.paged.index.page_records import config, cpu, cpu_write, launch, launch_write
-from sparsek_kernels.paged.index.page_records.reference import (
-    choose_reference,
-    key_reference,
-    list_error,
-)
+from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.operands import PagedOperands, Ranks
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.record import page_bytes
 from sparsek_kernels.paged.sample import CELL_BITS, sample_cells, start_of
+from sparsek_kernels.paged.sample_reference import key_reference, list_error
 from tests.kernels.shared_pages import held_pages, on_ranks, own_scratch
 
 ON_GPU = torch.cuda.is_available()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparsek_kernels.paged.attend.cpu_parts import attend_blocks
+from sparsek_kernels.paged.attend.cpu_parts import attend_blocks, blocks_and_logs
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequence
@@ -78,7 +78,9 @@ def attend_tiles(
         out, lse = attend_blocks(q.squeeze(3), operands, group, chosen, policy)
         sinks = None if operands.sinks is None else operands.sinks.view(lse.shape[1:])
         return merge_shards(out[None], lse[None], sinks).to(q.dtype).unsqueeze(3)
-    selected = None if chosen is None else chosen.indices.long()
+    selected, logs = None, None
+    if chosen is not None:
+        selected, logs = blocks_and_logs(chosen.indices)
     joined = join_kv(operands.k_cache, operands.v_cache)
     caches = (operands.k_cache, operands.v_cache) if joined is None else (joined,)
     gathered = []
@@ -90,7 +92,12 @@ def attend_tiles(
             rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
         gathered.append(rows)
     k, v = gathered if joined is None else gathered[0].chunk(2, dim=-1)
-    return _sdpa(q, k, v, group.bias_as(q.dtype), operands.softmax_scale, operands.sinks)
+    bias = group.bias_as(q.dtype)
+    if logs is not None and logs.any():
+        logs = logs.repeat_interleave(policy.sel_block_size, dim=-1).unsqueeze(2)
+        logs = F.pad(logs, (0, group.num_keys - logs.shape[-1])).to(q.dtype)
+        bias = logs if bias is None else bias + logs
+    return _sdpa(q, k, v, bias, operands.softmax_scale, operands.sinks)
 
 
 def attend_dense(

@@ -12,11 +12,19 @@ from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.sample import CELL_BITS, STEPS
+from sparsek_kernels.paged.sample import CELL_BITS, CELL_MASK, STEPS
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys, ``[T, Hkv, G, Dv]``, 0 for a token that sees none of them, and its
 log-sum-exp ``[T, Hkv, G]``."""
+
+
+def blocks_and_logs(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks, int64, and natural logs of their weights, float32; of no entry 0 and -inf."""
+    entries = entries.long()
+    there = entries >= 0
+    logs = (entries >> CELL_BITS).double() * (math.log(2.0) / STEPS)
+    return (entries & CELL_MASK).where(there, 0), logs.where(there, -math.inf).float()
 
 
 def attend_keys(
@@ -60,15 +68,14 @@ def attend_blocks(
     """
     size, heads = rule.sel_block_size, q.shape[1]
     blocks, selected = group.forced.expand(-1, heads, -1), None
-    steps = torch.zeros_like(blocks)  # of the logs of weights
+    logs = torch.zeros(blocks.shape)
     if chosen is not None:
-        entries = chosen.indices.long()
-        selected = (entries & ((1 << CELL_BITS) - 1)).where(entries >= 0, 0)
+        selected, weights = blocks_and_logs(chosen.indices)
         blocks = torch.cat([selected, blocks], dim=-1)
-        steps = torch.cat([entries >> CELL_BITS, steps], dim=-1)  # -1: no entry
+        logs = torch.cat([weights, logs], dim=-1)
     positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)[..., : group.num_keys]
-    steps = steps.repeat_interleave(size, dim=-1)[..., : group.num_keys]
-    hidden = steps < 0
+    logs = logs.repeat_interleave(size, dim=-1)[..., : group.num_keys]
+    hidden = logs == -math.inf
     if here is not None:
         hidden = hidden | ~here.has(positions)
     if group.bias is not None:
@@ -79,6 +86,5 @@ def attend_blocks(
         rows = reader.read(group.names(reader, selected, size)).flatten(2, 3)
         return rows[:, :, : group.num_keys]
 
-    logs = (steps.double() * (math.log(2.0) / STEPS)).float()
     k, v = read(operands.k_cache), read(operands.v_cache)
     return attend_keys(q, k, v, hidden, operands.softmax_scale, logs)

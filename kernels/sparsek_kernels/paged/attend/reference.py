@@ -13,8 +13,8 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 Select: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, list[int], SelectionPolicy, float], list[list[int]] | None
 ]
-"""Chooses a tile's blocks for each KV head, or with an alignment the entries of lists of cells;
-``None`` where the tile sees everything."""
+"""Chooses the entries of a tile's or a token's list for each KV head: blocks, or with an alignment
+cells, with weights (``sample.py``); ``None`` where the tile sees everything."""
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -32,7 +32,19 @@ def visible_reference(
     softmax_scale: float,
     select: Select,
 ) -> torch.Tensor:
-    """Which keys each query sees.
+    """Which keys each query sees, ``[n, Hkv, N]`` bool: see :func:`logs_reference`."""
+    return logs_reference(q, k, positions, policy, softmax_scale, select) > -math.inf
+
+
+def logs_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    select: Select,
+) -> torch.Tensor:
+    """For how much each key counts to each query.
 
     Args:
         q: ``[n, Hq, D]`` at ``positions`` (ascending, consecutive).
@@ -40,11 +52,11 @@ def visible_reference(
         select: what chooses the blocks of a tile.
 
     Returns:
-        ``[n, Hkv, N]`` bool.
+        ``[n, Hkv, N]`` float64, natural logs of weights; -inf where a key is not seen.
     """
     length, num_kv_heads = k.shape[0], k.shape[1]
     key = torch.arange(length)
-    visible = torch.zeros(len(positions), num_kv_heads, length, dtype=torch.bool)
+    logs = torch.full((len(positions), num_kv_heads, length), -math.inf, dtype=torch.float64)
     tiles: dict[int, list[int]] = {}
     for row, position in enumerate(positions):
         tiles.setdefault(position // policy.query_tile, []).append(row)
@@ -57,19 +69,24 @@ def visible_reference(
         for row, position in zip(rows, tile_positions, strict=True):
             causal = key <= position
             if rule.sees_all(position):
-                visible[row] = causal
+                logs[row] = causal.double().log()
                 continue
             if chosen is None:
                 window = policy.window_size or 0
-                visible[row] = causal & ((key < policy.num_sink) | (key > position - window))
+                seen = causal & ((key < policy.num_sink) | (key > position - window))
+                logs[row] = seen.double().log()
                 continue
             first_local, _ = policy.local_range(position)
             block = key // policy.sel_block_size
             forced = (block < policy.sink_blocks) | (block >= first_local)
-            for head in range(num_kv_heads):
-                selected = torch.isin(block, torch.tensor(chosen[head], dtype=torch.long))
-                visible[row, head] = causal & (forced | selected)
-    return visible
+            for head, entries in enumerate(chosen):
+                mine = (causal & forced).double().log()
+                for entry in entries:
+                    if entry >= 0:
+                        selected = causal & (block == entry % 2**21)
+                        mine[selected] = entry // 2**21 / 32 * math.log(2.0)
+                logs[row, head] = mine
+    return logs
 
 
 def list_logs(
@@ -108,7 +125,8 @@ def attend_reference(
     Args:
         q: ``[n, Hq, D]``; k, v: ``[N, Hkv, D]``; visible: ``[n, Hkv, N]``.
         sinks: ``[Hq]`` logits that join the denominator only.
-        logs: ``[Hkv, N]`` natural logs of the weights of keys (:func:`list_logs`).
+        logs: ``[Hkv, N]`` or ``[n, Hkv, N]``, natural logs of the weights of keys
+            (:func:`list_logs`, :func:`logs_reference`); anything where a key is not seen.
 
     Returns:
         ``[n, Hq, Dv]`` float64.
@@ -119,7 +137,7 @@ def attend_reference(
     mask = visible.repeat_interleave(group, dim=1)
     logits = torch.einsum("nhd,khd->nhk", q.double(), keys) * softmax_scale
     if logs is not None:
-        logits = logits + logs.double().repeat_interleave(group, dim=0)
+        logits = logits + logs.double().repeat_interleave(group, dim=-2)
     logits = logits.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         extra = sinks.double()[None, :, None].expand(q.shape[0], -1, 1)

@@ -19,14 +19,11 @@ from sparsek_kernels.paged import (
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.index.page_records import cpu
-from sparsek_kernels.paged.index.page_records.reference import (
-    choose_reference,
-    list_error,
-    start_reference,
-)
+from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.reference import gather_sequence
 from sparsek_kernels.paged.sample import CELL_BITS
+from sparsek_kernels.paged.sample_reference import list_error, start_reference
 from tests.kernels.paged import choice_oracle as oracle
 from tests.kernels.paged.record_batches import TILES, RecordsCase, make_records
 from tests.kernels.paged.records_oracle import checked_lists, decode_reference

@@ -6,12 +6,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.attend.kernels.pieces import add_weights
-from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
-from sparsek_kernels.paged.sample import STEPS as _STEPS
-
-CELL_BITS = tl.constexpr(_CELL_BITS)
-CELL_MASK = tl.constexpr((1 << _CELL_BITS) - 1)
-STEPS = tl.constexpr(_STEPS)
+from sparsek_kernels.paged.kernels.sample import entry_of
 
 
 @triton.jit
@@ -29,9 +24,7 @@ def piece_keys(
     place = piece * BLOCK_N + offs
     here = sampled & some & (place < SELECTED)
     entry = tl.load(selected_ptr + place // SEL_BLOCK, mask=here, other=-1)
-    cell = tl.maximum(entry, 0) & CELL_MASK
-    steps = (entry >> CELL_BITS).to(tl.float32)
-    bonus = tl.where(entry >= 0, steps * (1.0 / STEPS), float("-inf"))
+    cell, bonus = entry_of(entry)
     run = tl.where(piece < num_front, piece, first_local + piece - num_front)
     keys = tl.where(sampled, cell * SEL_BLOCK + place % SEL_BLOCK, run * BLOCK_N + offs)
     bonus = tl.where(sampled, bonus, tl.where(keys <= high, 0.0, float("-inf")))

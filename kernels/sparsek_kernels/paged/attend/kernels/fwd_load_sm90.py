@@ -13,12 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sparsek_kernels.common.kernels.gluon_names import thread_barrier, tma_load
 from sparsek_kernels.common.kernels.plans_sm90 import plan_field, put_plan
 from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
+from sparsek_kernels.paged.kernels.sample import entry_of
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_list, tile_sees_all, tile_span
 
 ROWS: gl.constexpr = gl.constexpr(64)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
 PLANS: gl.constexpr = gl.constexpr(4)
-FIELDS: gl.constexpr = gl.constexpr(17)
+FIELDS: gl.constexpr = gl.constexpr(19)
 
 
 @gluon.jit
@@ -67,13 +68,14 @@ def block_page(
     front, selected, first_local, count,
     PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Page of list entry ``entry``, and the row of the page where it starts; past the list, -1."""
+    """Page of place ``entry`` of a list, the row of the page where it starts, and the binary log of
+    its weight as bits; past the list, the page is -1."""
     chosen = (entry >= front) & (entry < front + selected)
-    block = gl.load(selected_ptr + entry - front, mask=chosen, other=0)
+    block, log = entry_of(gl.load(selected_ptr + entry - front, mask=chosen, other=0))
     plain = gl.where(entry < front, entry, first_local + entry - front - selected)
-    start = gl.where(chosen, gl.maximum(block, 0), plain) * ROWS
+    start = gl.where(chosen, block, plain) * ROWS
     page = gl.load(table_ptr + start // PAGE_SIZE, mask=entry < count, other=-1)
-    return page.to(gl.int32), start % PAGE_SIZE
+    return page.to(gl.int32), start % PAGE_SIZE, log.to(gl.int32, bitcast=True)
 
 
 @gluon.jit
@@ -84,13 +86,13 @@ def pair_pages(
     PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """:func:`block_page` of both blocks of pair ``pair`` of a list."""
-    page_0, row_0 = block_page(
+    page_0, row_0, log_0 = block_page(
         2 * pair, selected_ptr, table_ptr, front, selected, first_local, count, PAGE_SIZE
     )
-    page_1, row_1 = block_page(
+    page_1, row_1, log_1 = block_page(
         2 * pair + 1, selected_ptr, table_ptr, front, selected, first_local, count, PAGE_SIZE
     )
-    return page_0, row_0, page_1, row_1
+    return page_0, row_0, log_0, page_1, row_1, log_1
 
 
 @gluon.jit
@@ -100,6 +102,24 @@ def _list_of(
     """The selected blocks of a tile and KV head, and the pages of its request."""
     chosen = selected_ptr + tile.to(gl.int64) * stride_it + kv_head.to(gl.int64) * stride_ih
     return chosen, block_table_ptr + request.to(gl.int64) * stride_br
+
+
+@gluon.jit
+def put_logs(logs, stage, log_0, log_1):
+    """Tell the warpgroups the logs of a pair's weights, as bits, before its keys arrive."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    logs.index(2 * stage).store(gl.full([1], log_0, gl.int32, ONE))
+    logs.index(2 * stage + 1).store(gl.full([1], log_1, gl.int32, ONE))
+    thread_barrier()
+
+
+@gluon.jit
+def take_logs(logs, stage, S_LAYOUT: gl.constexpr):
+    """Logs ``[128]`` of the weights of a pair's keys, for one warpgroup."""
+    log_0 = plan_field(logs, 2 * stage, 4).to(gl.float32, bitcast=True)
+    log_1 = plan_field(logs, 2 * stage + 1, 4).to(gl.float32, bitcast=True)
+    column = gl.arange(0, 2 * ROWS, layout=gl.SliceLayout(0, S_LAYOUT))
+    return gl.where(column < ROWS, log_0, log_1)
 
 
 @gluon.jit
@@ -130,9 +150,9 @@ def plan_partition(
     """Say where each item of this program lies, in order, then that there are no more.
 
     Items without queries are left out.  A plan is ``(valid, row, start, low, high, kv_head, member,
-    count, tile, request, front, selected, first_local)`` and the pages of the list's last pair of
-    blocks.  ``row`` is where q begins, ``low`` and ``high`` count from there; for the rest see
-    :func:`place`.
+    count, tile, request, front, selected, first_local)`` and :func:`pair_pages` of the list's last
+    pair of blocks.  ``row`` is where q begins, ``low`` and ``high`` count from there; for the rest
+    see :func:`place`.
     """
     turn = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -148,17 +168,18 @@ def plan_partition(
                 tile, kv_head, request, selected_ptr, block_table_ptr, stride_it, stride_ih,
                 stride_br,
             )  # fmt: skip
-            page_0, row_0, page_1, row_1 = pair_pages(
+            page_0, row_0, log_0, page_1, row_1, log_1 = pair_pages(
                 (count - 1) // 2, chosen, table, front, selected, first_local, count, PAGE_SIZE
             )
             plan = (
                 1, token_of_zero + start, start, low - start, high - start, kv_head, member, count,
-                tile, request, front, selected, first_local, page_0, row_0, page_1, row_1,
+                tile, request, front, selected, first_local, page_0, row_0, log_0, page_1, row_1,
+                log_1,
             )  # fmt: skip
             put_plan(plans, plan_full, plan_empty, turn, plan, PLANS, FIELDS)
             turn += 1
     # as an item with all of its queries and no block
-    end = (0, 0, 0, 0, ROWS - 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    end = (0, 0, 0, 0, ROWS - 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     put_plan(plans, plan_full, plan_empty, turn, end, PLANS, FIELDS)
 
 
@@ -212,20 +233,22 @@ def _take_list(plans, plan_full, plan_empty, turn):
     first_local = plan_field(plans, slot * FIELDS + 12, 1)
     page_0 = plan_field(plans, slot * FIELDS + 13, 1)
     row_0 = plan_field(plans, slot * FIELDS + 14, 1)
-    page_1 = plan_field(plans, slot * FIELDS + 15, 1)
-    row_1 = plan_field(plans, slot * FIELDS + 16, 1)
+    log_0 = plan_field(plans, slot * FIELDS + 15, 1)
+    page_1 = plan_field(plans, slot * FIELDS + 16, 1)
+    row_1 = plan_field(plans, slot * FIELDS + 17, 1)
+    log_1 = plan_field(plans, slot * FIELDS + 18, 1)
     thread_barrier()
     mbarrier.arrive(plan_empty.index(slot), count=1)
     return (
         valid > 0, row, kv_head, member, count, tile, request, front, selected, first_local,
-        page_0, row_0, page_1, row_1,
+        page_0, row_0, log_0, page_1, row_1, log_1,
     )  # fmt: skip
 
 
 @gluon.jit
 def load_partition(
     q_desc, k_desc, v_desc,
-    q_smem, k_smem, v_smem, plans, plan_full, plan_empty, bars,
+    q_smem, k_smem, v_smem, logs, plans, plan_full, plan_empty, bars,
     selected_ptr, block_table_ptr,
     stride_it, stride_ih,
     stride_br,
@@ -248,7 +271,7 @@ def load_partition(
     while more:
         (
             more, row, kv_head, member, count, tile, request, front, selected, first_local,
-            page_0, row_0, page_1, row_1,
+            page_0, row_0, log_0, page_1, row_1, log_1,
         ) = _take_list(plans, plan_full, plan_empty, turn)  # fmt: skip
         for i in gl.static_range(2):
             slot = turn % 2 * 2 + i
@@ -273,12 +296,13 @@ def load_partition(
         pairs = (count + 1) // 2
         for pair in range(0, pairs):
             # looked up a pair ahead, so that no copy waits for a load
-            next_0, next_row_0, next_1, next_row_1 = pair_pages(
+            next_0, next_row_0, next_log_0, next_1, next_row_1, next_log_1 = pair_pages(
                 gl.maximum(pairs - 2 - pair, 0), chosen, table, front, selected, first_local, count,
                 PAGE_SIZE,
             )  # fmt: skip
             stage = fetched % K_STAGES
             mbarrier.wait(k_empty.index(stage), ((fetched // K_STAGES) & 1) ^ 1)
+            put_logs(logs, stage, log_0, log_1)
             load_pair(
                 k_desc, k_smem, k_full.index(stage), stage * PARTS * 2, k_col, k_row, k_page_rows,
                 page_0, row_0, page_1, row_1, PARTS,
@@ -290,7 +314,8 @@ def load_partition(
                 v_desc, v_smem, v_full.index(stage), stage * PARTS * 2, v_col, v_row, v_page_rows,
                 page_0, row_0, page_1, row_1, PARTS,
             )  # fmt: skip
-            page_0, row_0, page_1, row_1 = next_0, next_row_0, next_1, next_row_1
+            page_0, row_0, log_0 = next_0, next_row_0, next_log_0
+            page_1, row_1, log_1 = next_1, next_row_1, next_log_1
         turn += 1
     # The end is an item of one pair that nobody fills.
     stage = fetched % K_STAGES

@@ -37,6 +37,7 @@ from sparsek_kernels.paged.attend.kernels.fwd_load_sm90 import (
     load_partition,
     plan_partition,
     take_item,
+    take_logs,
     take_rows,
 )
 
@@ -73,8 +74,8 @@ def mask_pair(s, position, first, second, S_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def attend_pairs(
-    acc, p, m, total, fetched, pairs, q_tile, k_wide, v_wide, k_full, k_empty, v_full, v_empty,
-    anchor_ptr,
+    acc, p, m, total, fetched, pairs, q_tile, k_wide, v_wide, logs, k_full, k_empty, v_full,
+    v_empty, anchor_ptr,
     qk_scale,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
@@ -87,14 +88,16 @@ def attend_pairs(
         stage = fetched % K_STAGES
         before = fetched % V_STAGES
         mbarrier.wait(k_full.index(stage), (fetched // K_STAGES) & 1)
+        # All four warps start a product together: none of them is late to read these.
+        log = take_logs(logs, stage, S_LAYOUT)
         zero = gl.zeros([ROWS, PAIR], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         mbarrier.wait(v_full.index(before), (fetched // V_STAGES) & 1)
         acc_token = warpgroup_mma(p, v_wide.index(before), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s_token])
-        weights, m, total, alpha = softmax_lanes_step(s, m, total, qk_scale, False)
+        s = warpgroup_mma_wait(1, deps=[s_token]) * qk_scale + log[None, :]
+        weights, m, total, alpha = softmax_lanes_step(s, m, total, 1.0, False)
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, anchor_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -140,7 +143,7 @@ def store_rows(
 @gluon.jit
 def attend_partition(
     out_ptr, out_desc, sinks_ptr,
-    q_wide, q_smem, k_wide, v_wide, v_smem, plans, plan_full, plan_empty, bars,
+    q_wide, q_smem, k_wide, v_wide, v_smem, logs, plans, plan_full, plan_empty, bars,
     qk_scale, v_scale,
     stride_ot, stride_oh,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_SINKS: gl.constexpr,
@@ -175,6 +178,8 @@ def attend_partition(
         stage = fetched % K_STAGES
         mbarrier.wait(q_full.index(slot), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), (fetched // K_STAGES) & 1)
+        # All four warps start a product together: none of them is late to read these.
+        log = take_logs(logs, stage, S_LAYOUT)
         zero = gl.zeros([ROWS, PAIR], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -202,7 +207,8 @@ def attend_partition(
         second_key = gl.where(odd == 1, 0x70000000, start)
         position = start + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         s = mask_pair(s, position, first_key, second_key, S_LAYOUT)
-        weights, m, total, _alpha = softmax_lanes_step(s, m, total, qk_scale, False)
+        s = s * qk_scale + log[None, :]
+        weights, m, total, _alpha = softmax_lanes_step(s, m, total, 1.0, False)
         p = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, out_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -218,8 +224,8 @@ def attend_partition(
             tails += 1
         acc, p, m, total, fetched = attend_pairs(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p, m, total, fetched,
-            (count + 1) // 2, q_tile, k_wide, v_wide, k_full, k_empty, v_full, v_empty, out_ptr,
-            qk_scale, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            (count + 1) // 2, q_tile, k_wide, v_wide, logs, k_full, k_empty, v_full, v_empty,
+            out_ptr, qk_scale, K_STAGES, V_STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         turn += 1
 
@@ -251,6 +257,8 @@ def attend_hopper_kernel(
     q_wide = reinterpret(q_smem, dtype, [4, ROWS, HEAD_DIM], WIDE)
     k_wide = reinterpret(k_smem, dtype, [K_STAGES, PAIR, HEAD_DIM], WIDE)
     v_wide = reinterpret(v_smem, dtype, [V_STAGES, PAIR, HEAD_DIM], WIDE)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    logs = gl.allocate_shared_memory(gl.int32, [2 * K_STAGES, 1], FLAT)
     plans, plan_full, plan_empty = plan_ring(PLANS, FIELDS, 3)
     q_full, q_empty = ring_barriers(4, 1, 1)
     k_full, k_empty = ring_barriers(K_STAGES, 1, 2)
@@ -261,18 +269,18 @@ def attend_hopper_kernel(
     gl.warp_specialize(
         [
             (attend_partition, (
-                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, v_wide, v_smem, plans,
+                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, v_wide, v_smem, logs, plans,
                 plan_full, plan_empty, bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP,
                 HEAD_DIM, HAS_SINKS, K_STAGES, V_STAGES, 0,
             )),
             (attend_partition, (
-                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, v_wide, v_smem, plans,
+                out_ptr, out_desc, sinks_ptr, q_wide, q_smem, k_wide, v_wide, v_smem, logs, plans,
                 plan_full, plan_empty, bars, qk_scale, v_scale, stride_ot, stride_oh, GROUP,
                 HEAD_DIM, HAS_SINKS, K_STAGES, V_STAGES, 1,
             )),
             (load_partition, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, plan_full, plan_empty, bars,
-                selected_ptr, block_table_ptr, stride_it, stride_ih, stride_br, q_head_cols,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, logs, plans, plan_full, plan_empty,
+                bars, selected_ptr, block_table_ptr, stride_it, stride_ih, stride_br, q_head_cols,
                 k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols, GROUP,
                 HEAD_DIM, PAGE_SIZE, K_STAGES, V_STAGES,
             )),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsek_kernels.paged.kernels.sample import entry_of
 from sparsek_kernels.paged.kernels.tiles import NO_KEY, page_of
 
 
@@ -29,7 +30,8 @@ def piece_start(
     num_front, first_selected, num_selected, first_local,
     SEL_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SELECTION: tl.constexpr,
 ):  # fmt: skip
-    """First position of piece ``piece``: ``BLOCK_N`` keys of an entry of the tile's list.
+    """First position of piece ``piece``, ``BLOCK_N`` keys of an entry of the tile's list, and the
+    binary log of their weight.
 
     Selected blocks are entries ``[first_selected, first_selected + num_selected)``; the entries
     before and after them count up from zero, then from ``first_local`` (see ``tile_list``).
@@ -40,9 +42,11 @@ def piece_start(
     block = tl.where(t < num_front, t, first_local + t - num_front - later)
     if HAS_SELECTION:
         chosen = (t >= first_selected) & (t < first_selected + num_selected)
-        index = tl.load(selected_ptr + t - first_selected, mask=chosen, other=0)
-        block = tl.where(chosen, tl.maximum(index, 0), block)
-    return block * SEL_BLOCK + (piece % PARTS) * BLOCK_N
+        index, log = entry_of(tl.load(selected_ptr + t - first_selected, mask=chosen, other=0))
+        block = tl.where(chosen, index, block)
+    else:
+        log = 0.0
+    return block * SEL_BLOCK + (piece % PARTS) * BLOCK_N, log
 
 
 @triton.jit
@@ -52,8 +56,8 @@ def piece_keys(
     num_front, first_selected, num_selected, first_local,
     SEL_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SELECTION: tl.constexpr,
 ):  # fmt: skip
-    """Positions of the keys of piece ``piece``: the next entries of a list of blocks so small that
-    ``BLOCK_N`` keys hold several.  ``[BLOCK_N]``
+    """Positions of the keys of piece ``piece``, the next entries of a list of blocks so small that
+    ``BLOCK_N`` keys hold several, and binary logs of their weights.  Two ``[BLOCK_N]``
 
     :func:`piece_start` says which entries a piece has.  Selected entries come last and begin a
     piece; where a piece has no more entries, its keys lie past every query.
@@ -68,9 +72,11 @@ def piece_keys(
         late = piece >= forced
         t -= forced * ENTRIES
         there = tl.where(late, t < num_selected, there)
-        index = tl.load(selected_ptr + t, mask=late & there, other=0)
-        block = tl.where(late, tl.maximum(index, 0), block)
-    return tl.where(there, block * SEL_BLOCK + offs_n % SEL_BLOCK, NO_KEY)
+        index, log = entry_of(tl.load(selected_ptr + t, mask=late & there, other=0))
+        block = tl.where(late, index, block)
+    else:
+        log = tl.zeros([BLOCK_N], dtype=tl.float32)
+    return tl.where(there, block * SEL_BLOCK + offs_n % SEL_BLOCK, NO_KEY), log
 
 
 @triton.jit
@@ -90,6 +96,7 @@ def attend_pieces(
     The page of the next piece is looked up one iteration ahead, so that the loads of K and V wait
     for no other load.  ``MASKED`` compares positions (diagonal, window, end of the sequence).
     With ``SHARDED``, pages of other ranks (-1 in the block table) are masked and never read.
+    An entry of the list that is none has a weight of 0.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -100,7 +107,7 @@ def attend_pieces(
     PAST: tl.constexpr = MASKED and not WINDOWED and SEL_BLOCK > BLOCK_N
     find: tl.constexpr = piece_keys if SMALL else piece_start
     last_piece = piece_end - 1
-    start = find(
+    start, log = find(
         piece_begin, selected_ptr,
         num_front, first_selected, num_selected, first_local,
         SEL_BLOCK, BLOCK_N, HAS_SELECTION,
@@ -113,7 +120,7 @@ def attend_pieces(
     else:
         page = page_of(table_ptr, start + offs_n, some & (start + offs_n <= high), PAGE_SIZE)
     for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
-        next_start = find(
+        next_start, next_log = find(
             tl.minimum(piece + 1, last_piece), selected_ptr,
             num_front, first_selected, num_selected, first_local,
             SEL_BLOCK, BLOCK_N, HAS_SELECTION,
@@ -153,8 +160,12 @@ def attend_pieces(
             logits = tl.where(visible, logits, float("-inf"))
         if SHARDED:
             logits = tl.where(here[None, :], logits, float("-inf"))
-        acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, qk_scale)
+        if HAS_SELECTION:
+            logits = logits * qk_scale + (log[None, :] if SMALL else log)
+            acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, 1.0)
+        else:
+            acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, qk_scale)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        start = next_start
+        start, log = next_start, next_log
         page = next_page
     return acc, row_max, row_sum

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsek_kernels.paged.kernels.sample import draw
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 
@@ -125,17 +126,26 @@ def sum_of_probabilities(
 def write_top(
     out_ptr, score_ptr,
     stride_sg,
-    num_blocks, first, last,
-    GROUP: tl.constexpr, FROM_LOGITS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    num_blocks, first, last, position,
+    GROUP: tl.constexpr, FROM_LOGITS: tl.constexpr, COUNT: tl.constexpr, FIRST_KEY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index."""
+    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
+
+    With a ``FIRST_KEY``, a sample of them (``draw``).
+    """
     offs = tl.arange(0, BLOCK)
     if FROM_LOGITS:
         score = sum_of_probabilities(score_ptr, stride_sg, num_blocks, GROUP, BLOCK)
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
-    chosen, rank = best_of(score, first, last, COUNT, BLOCK)
-    tl.store(out_ptr + rank, offs, mask=chosen)
+    if FIRST_KEY:
+        inside = (offs >= first) & (offs < last)
+        PLACES: tl.constexpr = triton.next_power_of_2(COUNT)
+        draw(out_ptr, score, offs, inside, position, 0, FIRST_KEY, COUNT, PLACES)
+    else:
+        chosen, rank = best_of(score, first, last, COUNT, BLOCK)
+        tl.store(out_ptr + rank, offs, mask=chosen)
 
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
@@ -147,14 +157,15 @@ def top_blocks_kernel(
     FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, TILE: tl.constexpr, FROM_LOGITS: tl.constexpr, SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
-    COUNT: tl.constexpr, MAX_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
+    COUNT: tl.constexpr, FIRST_KEY: tl.constexpr, MAX_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Best blocks of one tile and KV head: a single token's selection, or a tile's candidates.
+    """A single token's selection for one KV head, its best blocks, or a tile's candidates, a sample
+    of blocks (``FIRST_KEY`` is of ``sample.first_key``; 0 for tokens).
 
     Single tokens have logits by query head (``FROM_LOGITS``), ``stride_sg`` apart, or summed
     scores, and write their row of the output, -1 where they see everything.  Tiles (``FROM_TABLE``)
-    have summed scores, and write ``COUNT`` candidates from ``first_tile`` on, -1 where there are
-    fewer, nothing where they see everything.
+    have summed scores, and write ``COUNT`` entries of candidates from ``first_tile`` on, -1 where
+    there are fewer, nothing where they see everything.
     A row has ``width`` scores; blocks past it do not compete.  ``MAX_BLOCKS`` bounds the blocks of
     any sequence; shorter ones take a narrower path.
     """
@@ -192,16 +203,24 @@ def top_blocks_kernel(
     num_blocks = tl.minimum(high // SEL_BLOCK, width)
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
-        write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, SMALL)
+        write_top(
+            out, scores, stride_sg, num_blocks, first, last, base, GROUP, FROM_LOGITS, COUNT,
+            FIRST_KEY, SMALL,
+        )  # fmt: skip
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MEDIUM
-        )
+            out, scores, stride_sg, num_blocks, first, last, base, GROUP, FROM_LOGITS, COUNT,
+            FIRST_KEY, MEDIUM,
+        )  # fmt: skip
     elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
         LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
-        write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, LARGE)
+        write_top(
+            out, scores, stride_sg, num_blocks, first, last, base, GROUP, FROM_LOGITS, COUNT,
+            FIRST_KEY, LARGE,
+        )  # fmt: skip
     else:
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MAX_BLOCKS
-        )
+            out, scores, stride_sg, num_blocks, first, last, base, GROUP, FROM_LOGITS, COUNT,
+            FIRST_KEY, MAX_BLOCKS,
+        )  # fmt: skip

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from math import log2
+from sparsek_kernels.paged.policy import ceil_div
 
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-
-KEYS = 64
-"""Integer keys of cells: four for each of 16 octaves of their scores."""
 CHUNK = 64
 """Segments of a program that ranks cells."""
 
@@ -15,19 +11,6 @@ CHUNK = 64
 def uses_matrix_units(arch: int) -> bool:
     """Whether products of bytes weigh cells: on sm_8x and sm_9x, not where they have never run."""
     return 80 <= arch < 100
-
-
-def first_key(policy: SelectionPolicy, rows: int) -> int:
-    """What is taken from a float32 score's highest 11 bits, so that keys end at 63.
-
-    The scores of a KV head add up to ``rows`` at most, so a cell above ``rows / top_k`` is chosen
-    in any case: the last key is for these.
-
-    Args:
-        rows: tokens that choose together, times query heads that share a KV head.
-    """
-    octave = int(log2(max(policy.scored_blocks / rows, 1.0)))
-    return ((127 - octave) << 2) - (KEYS - 1)
 
 
 MOST_EACH = 16

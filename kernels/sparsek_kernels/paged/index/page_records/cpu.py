@@ -10,12 +10,11 @@ from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.cpu.gather import read_sequence
 from sparsek_kernels.paged.index.cpu import new_indices
-from sparsek_kernels.paged.index.page_records.config import KEYS, first_key
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy
 from sparsek_kernels.paged.record import VECTORS, read_variances, read_vectors, view_records
-from sparsek_kernels.paged.sample import sample_cells, start_of
+from sparsek_kernels.paged.sample import KEYS, keys_of, sample_cells, start_of
 
 
 def select(operands: PagedOperands, segment: Segment) -> Chosen:
@@ -80,7 +79,7 @@ def _choose(
     which, both, gain = which[far], both[..., far, :], gain[..., far]
     scores = (both + (gain - total[..., None])[..., None]).exp().sum(1)
     found = torch.zeros(operands.heads, end - begin, VECTORS, dtype=torch.int8)
-    found[:, which - begin] = cell_keys(scores, policy, q.shape[1]).to(torch.int8)
+    found[:, which - begin] = keys_of(scores, policy.scored_blocks, q.shape[1]).to(torch.int8)
     if ranks is not None:
         found = ranks.largest(found)
     lists = []
@@ -89,9 +88,3 @@ def _choose(
         lists.append(sample_cells(keys, counts, policy.scored_blocks, start_of(position)))
     entries = torch.stack(lists)
     return torch.where(entries >= 0, entries + begin * VECTORS, -1)
-
-
-def cell_keys(scores: torch.Tensor, policy: SelectionPolicy, rows: int) -> torch.Tensor:
-    """Integer keys of float32 scores: their highest bits."""
-    scores = scores.nan_to_num(0.0).clamp_(min=0.0)
-    return ((scores.view(torch.int32) >> 21) - first_key(policy, rows)).clamp_(0, KEYS - 1)

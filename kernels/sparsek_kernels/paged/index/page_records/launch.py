@@ -16,7 +16,7 @@ from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.launch import new_selection
-from sparsek_kernels.paged.index.page_records.config import CHUNK, KEYS, uses_matrix_units
+from sparsek_kernels.paged.index.page_records.config import CHUNK, uses_matrix_units
 from sparsek_kernels.paged.index.page_records.kernels.choose import (
     list_cells_kernel,
     rank_cells_kernel,
@@ -29,6 +29,7 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SEGMENT, ceil_div
 from sparsek_kernels.paged.record import VECTORS, record_bytes
+from sparsek_kernels.paged.sample import KEYS
 from sparsek_kernels.paged.scratch import MOST_ROWS, overlap_options, workspace
 
 _SCRATCH_ELEMENTS = 1 << 26

@@ -7,7 +7,6 @@ import torch
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.index.page_records.config import (
-    KEYS,
     MOST_EACH,
     cut_segments,
     weigh_shares,
@@ -17,6 +16,7 @@ from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import weigh_ce
 from sparsek_kernels.paged.index.page_records.shapes import Rule, Shape
 from sparsek_kernels.paged.index.problem import Selection
 from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.sample import KEYS
 from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 _SCRATCH_BYTES = 1 << 28

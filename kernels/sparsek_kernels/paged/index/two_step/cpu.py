@@ -1,25 +1,37 @@
-"""Blocks of prefill tiles in torch: candidates by means, then exact block probabilities."""
+"""Blocks of prefill tiles in torch: a sample of candidates by means, then one by exact masses."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
 from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.cpu.gather import block_reader, read_sequence
 from sparsek_kernels.paged.cpu.plan import TileGroup, not_competing, plan_prefill
-from sparsek_kernels.paged.index.cpu import NOTHING, list_best, new_indices
+from sparsek_kernels.paged.index.cpu import new_indices
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.sample import (
+    CELL_BITS,
+    CELL_MASK,
+    MOST_STEPS,
+    STEPS,
+    draw,
+    keys_of,
+    start_of,
+)
 
 _QUERY_ROWS = 512
 """Queries that one pass scores by means: bounds its [queries, cells] scratch."""
 
 
-def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
-    """Torch form of :meth:`TwoStep.select`."""
+def select(
+    operands: PagedOperands, segment: Segment, kept: list[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Torch form of :meth:`TwoStep.select`; ``kept`` gets the candidates of each request."""
     batch, policy = segment.batch, segment.policy
     tile, scale = policy.query_tile, operands.softmax_scale
     q = operands.q.unflatten(1, (operands.heads, -1))
@@ -29,16 +41,21 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
     for length, count, request in zip(lengths, counts, range(batch.num_requests), strict=True):
         start = length - count
         chosen = new_indices(policy.num_tiles(start, length), operands.heads, policy)
+        listed = chosen.new_full((*chosen.shape[:2], policy.listed_blocks), -1)
         plan = plan_prefill(batch, request, policy, operands.k_cache)
         if plan.groups:
             means = cell_means(read_sequence(operands.k_cache, plan.table[0], length))
         for first, tiles, group in plan.groups:
             begin, end = max(first, plan.dense_end, start), min(first + tiles * tile, length)
             rows = q[token + begin - start : token + end - start]
-            found = _select_group(rows, begin, first, group, operands.k_cache, means, policy, scale)
+            given = (rows, begin, first, group, operands.k_cache, means, policy, scale)
+            candidates, found = _select_group(*given)
             row = first // tile - start // tile
-            chosen[row : row + found.shape[0]] = found.to(torch.int32)
+            chosen[row : row + len(found)] = found.to(torch.int32)
+            listed[row : row + len(found), :, : candidates.shape[2]] = candidates.to(torch.int32)
         parts.append(chosen)
+        if kept is not None:
+            kept.append(listed)
         token += count
     return torch.cat(parts)
 
@@ -52,8 +69,9 @@ def _select_group(
     means: torch.Tensor,
     policy: SelectionPolicy,
     softmax_scale: float,
-) -> torch.Tensor:
-    """Blocks of neighbouring tiles of one request, ``[tiles, Hkv, scored_blocks]`` int64.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of neighbouring tiles of one request, ``[tiles, Hkv, scored_blocks]`` int64, and
+    before them those of their candidates.
 
     Args:
         q: ``[n, Hkv, G, D]``, the tiles' queries, from ``position`` on.
@@ -70,7 +88,7 @@ def _select_group(
 
     listed = tile_candidates(*samples(policy.sample_stride), first, means, policy, softmax_scale)
     ranking = samples(policy.ranking_stride)
-    return rank_blocks(*ranking, k_cache, group, listed, policy, softmax_scale)
+    return listed, rank_blocks(*ranking, k_cache, group, first, listed, policy, softmax_scale)
 
 
 def cell_means(k: torch.Tensor) -> torch.Tensor:
@@ -97,7 +115,7 @@ def tile_candidates(
         means: ``[Hkv, cells, D]`` of (at least) the blocks before the last sample's own.
 
     Returns:
-        ``[T, Hkv, listed]`` int64.
+        Entries ``[T, Hkv, at most listed_blocks]`` int64, -1 behind the last one.
     """
     tiles, heads, samples, group, dim = q.shape
     size = policy.sel_block_size
@@ -115,8 +133,17 @@ def tile_candidates(
         future = block >= (where[here] // size)[:, :, None, None]
         probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1)
         scores[here] = probs.nan_to_num_(0.0).sum((2, 3)).transpose(0, 1)  # of no query: nothing
-    starts = first + torch.arange(tiles) * policy.query_tile
-    return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks)
+    bases = first + torch.arange(tiles) * policy.query_tile
+    competing = ~not_competing(block, bases, policy).expand_as(scores)
+    places = min(policy.listed_blocks, blocks)
+    keys = keys_of(scores, policy.listed_blocks, policy.samples * group)
+    return draw(keys.long(), competing, places, _starts(bases, heads))
+
+
+def _starts(positions: torch.Tensor, heads: int) -> torch.Tensor:
+    """What sums of probabilities start from, ``[T, Hkv]``.  positions: ``[T]``."""
+    starts = torch.tensor([start_of(position) for position in positions.tolist()])
+    return starts[:, None].expand(-1, heads)
 
 
 def rank_blocks(
@@ -124,40 +151,52 @@ def rank_blocks(
     where: torch.Tensor,
     k_cache: torch.Tensor,
     group: TileGroup,
+    first: int,
     listed: torch.Tensor,
     rule: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """The candidates with the largest block probability of a single sample.
+    """A sample of candidates by the largest block probability of a single sampled query.
 
     Args:
         q: ``[T, Hkv, S, G, D]``, the queries of each tile that rank.
         where: ``[T, S]`` their positions; -1 where there is no such query.
         group: the tiles.
-        listed: ``[T, Hkv, n]`` int64 candidates.
+        first: position of the first tile.
+        listed: ``[T, Hkv, n]`` int64 entries of candidates.
 
     Returns:
-        ``[T, Hkv, scored_blocks]`` int64, ascending.
+        Entries ``[T, Hkv, scored_blocks]`` int64, blocks ascending.
     """
-    size = rule.sel_block_size
+    size, there = rule.sel_block_size, listed >= 0
+    steps = (listed >> CELL_BITS).where(there, 0)
+    numbers = (listed & CELL_MASK).where(there, 0)
     reader = block_reader(k_cache, size)
-    names = group.names(reader, listed.clamp(max=group.num_blocks - 1), size)
+    names = group.names(reader, numbers, size)
     keys = reader.read(names).flatten(2, 3).float()  # [T, Hkv, (n + forced) * size, D]
     forced = group.forced.expand(-1, listed.shape[1], -1)
-    blocks = torch.cat([listed, forced], dim=-1)
+    blocks = torch.cat([numbers, forced], dim=-1)
     positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)
     keys = keys[:, :, : positions.shape[-1]]
     given = torch.empty(*q.shape[:3], listed.shape[-1])
+    logs = torch.where(there, steps.double() * (math.log(2.0) / STEPS), float("-inf")).float()
+    logs = torch.cat([logs, torch.zeros(forced.shape)], dim=-1).repeat_interleave(size, dim=-1)
+    logs = logs[..., : positions.shape[-1]]
     for tile, head in itertools.product(range(q.shape[0]), range(q.shape[1])):  # near the caches
         logits = torch.matmul(q[tile, head].float() * softmax_scale, keys[tile, head].mT)
+        logits += logs[tile, head]
         future = positions[tile, head] > where[tile, :, None, None]
         shares = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1)
         masses = shares.unflatten(-1, (-1, size)).sum(-1)
         given[tile, head] = masses[..., : listed.shape[-1]].sum(1)
     given.nan_to_num_(0.0)  # of no query: nothing
-    scores = given.amax(2).masked_fill_(listed == NOTHING, -1.0)
-    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-    return listed.gather(-1, order[..., : rule.scored_blocks]).sort(dim=-1).values
+    bases = first + torch.arange(q.shape[0]) * rule.query_tile
+    rows = rule.ranking_samples * q.shape[3]
+    keys = keys_of(given.amax(2), rule.scored_blocks, rows).long()
+    found = draw(keys, there, rule.scored_blocks, _starts(bases + 1, listed.shape[1]))
+    drawn = (found & CELL_MASK).where(found >= 0, 0)  # places in the list of candidates
+    steps = (steps.gather(-1, drawn) + (found >> CELL_BITS)).clamp(max=MOST_STEPS)
+    return torch.where(found < 0, -1, numbers.gather(-1, drawn) + (steps << CELL_BITS))
 
 
 def sampled_rows(

@@ -15,8 +15,10 @@ from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.scratch import workspace
 
 
-def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
-    """Triton form of :meth:`TwoStep.select`."""
+def select(
+    operands: PagedOperands, segment: Segment, kept: list[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Triton form of :meth:`TwoStep.select`; ``kept`` gets the candidates of each step."""
     call, chooses = new_selection(operands, segment)
     if not chooses or call.tiles is None:
         return call.out
@@ -35,4 +37,6 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
             candidates = workspace(q.device, "candidates", numel, torch.int32)[:numel].view(shape)
             top_blocks(call, step, candidates, mine)
             rank_blocks(call, step, candidates)
+            if kept is not None:
+                kept.append(candidates.clone())
     return call.out

@@ -19,6 +19,7 @@ from sparsek_kernels.paged.index.two_step.kernels.probabilities import (
     rank_blocks_kernel,
 )
 from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.sample import first_key
 from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 _BLOCK, _STREAMS = sm90.BLOCK.value, sm90.STREAMS.value
@@ -51,11 +52,11 @@ def tiles_ranked(call: Selection, elements: int) -> int:
 
 
 def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
-    """Select the best of a step's candidates, by exact masses of the tiles' samples.
+    """Draw a sample of a step's candidates, by exact masses of the tiles' samples.
 
     Args:
-        candidates: ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``, which has
-            waited for the step before: the masses of both lie in the same scratch.
+        candidates: ``[step.count, Hkv, listed_blocks]`` int32 entries of ``top_blocks_kernel``,
+            which has waited for the step before: the masses of both lie in the same scratch.
     """
     policy = call.policy
     config, unit = list_config(call)
@@ -79,6 +80,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         call.out, masses, candidates, *call.lengths, policy.dense_below, step.first, call.width,
         *call.out.stride()[:2],
         BLOCK_R=rank_rows(call.list_slots, call.rows),
+        FIRST_KEY=first_key(policy.scored_blocks, policy.ranking_samples * call.group),
         num_warps=4 if call.list_slots <= 1024 else 8, **shape, **overlap_options(call.q.device),
     )  # fmt: skip
 

@@ -10,17 +10,16 @@ import triton.language as tl
 
 from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, sees_all
 from sparsek_kernels.paged.kernels.record import SEGMENT, VECTORS
-from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
-from sparsek_kernels.paged.sample import SPREAD as _SPREAD
-from sparsek_kernels.paged.sample import STEPS as _STEPS
+from sparsek_kernels.paged.kernels.sample import (
+    CELL_BITS,
+    WHOLE_BITS,
+    first_sum,
+    steps_and_shares,
+    threshold_steps,
+)
 from sparsek_kernels.paged.sample import THREADS as _THREADS
-from sparsek_kernels.paged.sample import WHOLE_BITS as _WHOLE_BITS
 
-CELL_BITS = tl.constexpr(_CELL_BITS)
-SPREAD = tl.constexpr(_SPREAD)
-STEPS = tl.constexpr(_STEPS)
 THREADS = tl.constexpr(_THREADS)
-WHOLE_BITS = tl.constexpr(_WHOLE_BITS)
 
 
 @triton.jit
@@ -42,7 +41,7 @@ def request_range(request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RUL
 
 @triton.jit
 def first_key_of(rows, RULE: tl.constexpr):
-    """``config.first_key`` for ``rows`` tokens and heads that choose together."""
+    """``sample.first_key`` for ``rows`` tokens and heads that choose together."""
     share = tl.maximum(RULE.SCORED_BLOCKS // rows, 1).to(tl.float32)
     octave = share.to(tl.int32, bitcast=True) >> 23  # 127 more
     return ((254 - octave) << 2) - (RULE.KEYS - 1)
@@ -142,28 +141,6 @@ def rank_cells_kernel(
     tl.atomic_add(count_ptr + unit * KEYS + bins, counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit
-def threshold_steps(counts, KEYS: tl.constexpr, COUNT: tl.constexpr):
-    """``ceil(32 log2 T)`` of the rule, from how many cells there are of each key, ``[KEYS]``."""
-    keys = tl.arange(0, KEYS)
-    sizes = tl.exp2(keys.to(tl.float32) * 0.25)
-    larger = tl.cumsum(counts, axis=0, reverse=True) - counts
-    until = tl.cumsum(counts.to(tl.float32) * sizes, axis=0)
-    some = larger.to(tl.float32) + until / sizes >= COUNT  # others are kept for certain
-    certain = tl.sum(tl.where(some, 0, counts), axis=0)
-    rest = tl.sum(tl.where(some, counts.to(tl.float32) * sizes, 0.0), axis=0)
-    log = tl.log2(rest / (COUNT - certain).to(tl.float32))
-    return tl.ceil(log * STEPS - 2e-4).to(tl.int32)  # what sums round may not pass a key's size
-
-
-@triton.jit
-def steps_and_shares(key, threshold):
-    """Steps of the weights of cells with keys ``key``, and their probabilities of ``2**16``."""
-    steps = tl.minimum(tl.maximum(threshold - key * (STEPS // 4), 0), 32 * STEPS - 1)
-    part = (steps % STEPS).to(tl.float32) * (-1.0 / STEPS)
-    return steps, tl.exp2(part + WHOLE_BITS).to(tl.int32) >> (steps // STEPS)
-
-
 @triton.jit(do_not_specialize=["first_request", "dense_below"])
 def list_cells_kernel(
     out_ptr, key_ptr, count_ptr, seq_lens_ptr, cu_seqlens_ptr,
@@ -208,8 +185,7 @@ def list_cells_kernel(
         else:
             counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
         threshold = threshold_steps(counts, KEYS, COUNT)
-        spread = position.to(tl.uint32) * SPREAD
-        total = (spread >> (32 - WHOLE_BITS)).to(tl.int32)
+        total = first_sum(position)
         turn = offs % VECTORS
         ordered = offs - turn + turn % (VECTORS // THREADS) * THREADS + turn // (VECTORS // THREADS)
         for begin in tl.range(first, end, BLOCK):

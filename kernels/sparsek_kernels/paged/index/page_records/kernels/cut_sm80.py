@@ -305,7 +305,7 @@ def cut_cells_kernel(
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     counter = counter_ptr + job
-    # config.first_key: the octave of a share of the cells that are chosen for each row
+    # sample.first_key: the octave of a share of the cells that are chosen for each row
     share = gl.maximum(COUNT // (num_tokens * GROUP), 1).to(gl.float32)
     first_key = ((254 - (share.to(gl.int32, bitcast=True) >> 23)) << 2) - (KEYS - 1)
     key_counters = counters_of_keys(TURNS)

@@ -6,8 +6,9 @@ candidates, in *places* of this order.  Two kernels follow each other:
 
 * ``listed_masses_kernel`` writes, for each row and *unit* of the list (a block, or an equal part of
   one), the base-2 logarithm of the sum of the exponentials of the row's scores against its keys;
-* ``rank_blocks_kernel`` divides by the rows' totals, adds up the rows of each sample, and keeps the
-  candidates for which the largest of these sums is highest.
+* ``rank_blocks_kernel`` divides by the rows' totals, adds up the rows of each sample, and draws a
+  sample of the candidates by the largest of these sums.  A candidate counts for as many blocks as
+  it stands for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.index.kernels.top_blocks import best_of
+from sparsek_kernels.paged.kernels.sample import CELL_BITS, draw, entry_of
 from sparsek_kernels.paged.kernels.tiles import NO_KEY, TOP_K, page_of, tile_sees_all, tile_span
 
 
@@ -61,7 +62,8 @@ def unit_starts(
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
     place = units // PARTS
     if LISTED:
-        block = tl.load(candidates_ptr + place - FORCED_BLOCKS, mask=units < end, other=0)
+        entry = tl.load(candidates_ptr + place - FORCED_BLOCKS, mask=units < end, other=0)
+        block, _log = entry_of(entry)
     else:
         block = tl.where(place < SINK_BLOCKS, place, first_local + place - SINK_BLOCKS)
     return block * SEL_BLOCK + units % PARTS * UNIT
@@ -290,12 +292,14 @@ def rank_blocks_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_R: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr, FIRST_KEY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Selected blocks of one tile and KV head: the candidates that a single sample attends most.
+    """Selected blocks of one tile and KV head: a sample of candidates by what a sample of queries
+    gives them at most.
 
-    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending; tiles
-    that see everything get -1.  ``BLOCK_R`` rows are read at a time.
+    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32 entries, blocks
+    ascending; tiles that see everything get -1.  ``BLOCK_R`` rows are read at a time.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
@@ -333,6 +337,9 @@ def rank_blocks_kernel(
         return
     list_end = FORCED_BLOCKS + listed
     offs = tl.arange(0, BLOCK)
+    listed_here = (offs >= FORCED_BLOCKS) & (offs < list_end)
+    entry = tl.load(candidates + offs - FORCED_BLOCKS, mask=listed_here, other=0)
+    block, log = entry_of(entry)  # log of the weight: 0 of sinks and local blocks
     # Shares: of the rows read so far of one sample, of the sample that gives most.
     given = tl.zeros([BLOCK], dtype=tl.float32)
     score = tl.zeros([BLOCK], dtype=tl.float32)
@@ -346,6 +353,7 @@ def rank_blocks_kernel(
             unit = offs * PARTS + part
             more = tl.load(masses + (unit * ROWS)[:, None], mask=mask, other=float("-inf"))
             mass = log_add(mass, more)  # [BLOCK, BLOCK_R]
+        mass += log[:, None]
         top = tl.max(mass, axis=0)
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[None, :])
         total = tl.sum(weight, axis=0)
@@ -356,6 +364,7 @@ def rank_blocks_kernel(
         else:
             given = tl.where(first_row % GROUP_PAD == 0, 0.0, given) + tl.sum(shares, axis=1)
             score = tl.maximum(score, given)
-    chosen, rank = best_of(score, FORCED_BLOCKS, list_end, SCORED_BLOCKS, BLOCK)
-    block = tl.load(candidates + offs - FORCED_BLOCKS, mask=chosen, other=0)
-    tl.store(out + rank, block, mask=chosen)
+    draw(
+        out, score, block, listed_here & (entry >= 0), base + 1, tl.maximum(entry, 0) >> CELL_BITS,
+        FIRST_KEY, SCORED_BLOCKS, WIDTH,
+    )  # fmt: skip

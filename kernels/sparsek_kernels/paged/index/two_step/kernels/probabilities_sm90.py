@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_load
 from sparsek_kernels.paged.index.two_step.kernels.probabilities import num_listed, sample_positions
 from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
+from sparsek_kernels.paged.kernels.sample import entry_of
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -90,7 +91,7 @@ def entry_row(
     """Rows of the cache where entries' keys begin; past all rows where there is no key."""
     listed = (entry >= forced) & (entry < entries)
     candidate = listed_place + entry - forced - (SINK_BLOCKS + LOCAL_BLOCKS)
-    block = gl.load(candidates + candidate, mask=listed, other=0)
+    block, _log = entry_of(gl.load(candidates + candidate, mask=listed, other=0))
     start = entry_start(entry, forced_place, first_local, SINK_BLOCKS)
     start = gl.where(listed, block * BLOCK, start)
     there = (entry < entries) & (start <= high)
