@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -121,30 +120,6 @@ def test_neighbours_of_one_kind_share_a_segment() -> None:
     assert found[2].batch.block_table.tolist() == batch.block_table[3:5].tolist()
     assert [segment.rows for segment in found] == [slice(None)] * 4
     assert planned(batch, TOPK) is found
-
-
-def test_tiles_that_have_grown_have_segments_of_their_own() -> None:
-    policy = replace(TOPK, grow_from=1000)
-    two, three, four = (policy.at(position) for position in (999, 1024, 2048))
-    assert [rule.top_k for rule in (two, three, four)] == [2, 3, 4]
-    batch = make_batch([900, 2100, 3000, 1500], [100, 300, 90, 1400], 0)
-    found = planned(batch, policy)
-    assert [(x.policy, x.batch.seq_lens.tolist()) for x in found] == [
-        (two, [900, 1024]), (three, [2048, 1500]), (four, [2100, 3000])
-    ]  # fmt: skip
-    rows = torch.arange(1890)
-    where = [torch.cat([rows[:100], rows[490:1414]]), torch.cat([rows[100:348], rows[1414:]])]
-    assert [rows_of(segment) for segment in found[:2]] == [rows.tolist() for rows in where]
-    assert found[2].rows == slice(348, 490)
-    assert [x.batch.query_lens for x in found] == [(100, 924), (248, 476), (52, 90)]
-
-
-def test_a_host_that_knows_no_queries_takes_what_the_longest_prompt_attends() -> None:
-    policy = replace(TOPK, grow_from=1000)
-    batch = make_batch([900, 2100], [100, 300], 0)
-    with patch("sparsek_kernels.paged.plan._knows_queries", return_value=False):
-        (found,) = planned(batch, policy)
-    assert found.policy == policy.at(2099)
 
 
 @pytest.mark.parametrize(
