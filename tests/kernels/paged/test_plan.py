@@ -211,6 +211,9 @@ def test_the_end_of_a_prompt_is_dense_where_it_counts_as_a_decode() -> None:
     decodes, chunk, tail = planned(batch, policy)
     assert (decodes.batch.num_decodes, chunk.batch.num_prefills) == (6, 1)
     assert rows_of(tail) == [2, 3, 7]
+    neighbours = {"prompt_left_host": (0, 0), "query_lens_host": (2, 2)}
+    *_, tail = planned(make_batch([4000, 800], [2, 2], 2, **neighbours), policy)
+    assert tail.rows == slice(0, 4)  # nothing is copied
     unknown = replace(batch.part(0, 6), prompt_left_host=None, _derived={})
     for found in (planned(unknown, policy), planned(batch.part(0, 6), TOPK)):
         assert [segment.policy for segment in found] == [DECODED]

@@ -109,7 +109,12 @@ def test_prefills_behind_decodes_compile_nothing(policy: str, hopper: bool) -> N
 @pytest.mark.parametrize("flash", [False, True], ids=["ours", "flash"])
 @pytest.mark.parametrize(
     ("heads", "group", "dim", "longest", "most"),
-    [(8, 4, 128, 33792, 1024), (2, 7, 64, 32768, 2048), (4, 8, 128, 1 << 20, 2048)],
+    [
+        (8, 4, 128, 33792, 1024),
+        (2, 7, 64, 32768, 2048),
+        (4, 8, 128, 1 << 20, 2048),
+        (8, 4, 128, 131072, 2048),
+    ],
 )
 def test_a_server_compiles_before_its_first_request(
     heads: int, group: int, dim: int, longest: int, most: int, flash: bool
