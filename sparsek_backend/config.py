@@ -85,10 +85,6 @@ class SparsityConfig(BaseModel):
     top_k: Blocks = 96
     """Blocks that a prefill tile selects beyond sinks and window, per KV head. Without effect with
     `query_tile` 1 or `sparse_phase` `decode`."""
-    grow_from: Count = 0
-    """Where set, prefill tiles from this position on select 1.41 times as many blocks as `top_k`,
-    and 1.41 times as many again from every doubling on, but none before twice what a tile attends.
-    Long prompts lose less, and gain less time."""
     decode_tokens: Pairs = DECODE_TOKENS
     """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of
     every 64 tokens; some of them are drawn, and stand for others too. Pages then have a multiple of
@@ -160,7 +156,6 @@ class SparsityConfig(BaseModel):
             dense_last=DENSE_LAST if self.dense_last is None else self.dense_last,
             last_part=LAST_PART if self.dense_last is None else 0,
             query_tile=self.query_tile,
-            grow_from=self.grow_from if self.query_tile > 1 else 0,
         )
         if self.mode in _BY_RECORDS:
             single = tiles.by_records(self.decode_tokens)
@@ -185,7 +180,7 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     ),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(FIELD_NAMES) - {"pattern", "gates"},
-    "pattern": frozenset(FIELD_NAMES) - {"gates", "grow_from"},
+    "pattern": frozenset(FIELD_NAMES) - {"gates"},
 }
 
 

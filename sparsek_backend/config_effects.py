@@ -36,9 +36,8 @@ def describe_idle_settings(resolved: ResolvedConfig) -> list[str]:
         idle: f", which leaves one budget: {only}, {getattr(config, only)} (from {sources[only]}); "
         f"remedy: set {only} instead"
     }
-    if idle == "top_k":
-        others = (name for name in ("dense_last", "grow_from") if getattr(config, name))
-        said |= dict.fromkeys(others, "; remedy: remove it")
+    if idle == "top_k" and config.dense_last:
+        said["dense_last"] = "; remedy: remove it"
     return [
         f"SPARSEK setting {name} (from {sources[name]}) has no effect with {cause} "
         f"{getattr(config, cause)} (from {sources[cause]}){rest}"

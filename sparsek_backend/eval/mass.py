@@ -96,12 +96,7 @@ def measure(
     begin, end = ranges[:, None].split(1, -1)  # [R, 1, 1]
     number = torch.arange(blocks, device=q.device)
     competing = masses * ((number >= begin) & (number < end))
-    places = [min(policy.at(i).scored_blocks, blocks) for i in rows.tolist()]
-    ordered = competing.topk(max(places), dim=-1).values
-    there = (
-        torch.arange(max(places), device=q.device) < torch.tensor(places, device=q.device)[:, None]
-    )
-    chosen = (ordered * there[:, None]).sum(-1)
+    chosen = competing.topk(min(policy.scored_blocks, blocks), dim=-1).values.sum(-1)
     best = (masses - competing).sum(-1) + chosen
     return caught.mean(0), best.mean(0), share.mean(0)
 

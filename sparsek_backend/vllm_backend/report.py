@@ -141,11 +141,9 @@ def _describe_policy(policy: SelectionPolicy, mode: str) -> str:
             f"records of {policy.alignment}"
         )
     sinks = policy.sink_blocks
-    grows = f", more from position {policy.grow_from} on" if policy.grow_from else ""
     return (
         f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "
         f"{policy.window_size} + {policy.top_k} blocks of {policy.sel_block_size} per KV head"
-        f"{grows}"
     )
 
 

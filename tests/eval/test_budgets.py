@@ -98,7 +98,7 @@ def test_arms_are_half_and_twice_a_budget_and_a_window_of_as_many_tokens() -> No
         "sink_window:6656,num_sink=64",
     ]
     chosen, half, twice, window = map(parse_budget, labels)
-    shares = [x.policy().prefill.attended_tokens(16383) for x in (half, chosen, twice, window)]
+    shares = [x.policy().prefill.attended_tokens(65535) for x in (half, chosen, twice, window)]
     assert shares == [57 * 64, 105 * 64, 201 * 64, 6656 + 64]
     given = BudgetOptions(["window"], arms="block_topk:8,query_tile=1")
     assert [x.label for x in given.parsed()[1:]] == [

@@ -169,14 +169,6 @@ def test_the_line_of_a_budget_that_nothing_selects_by(
     assert describe_idle_settings(resolve_config(settings, {}, {"topk": 9})) == []
 
 
-@pytest.mark.parametrize("name", ["dense_last", "grow_from"])
-def test_the_line_of_a_setting_of_tiles_where_there_are_none(name: str) -> None:
-    (line,) = describe_idle_settings(resolve_config({"query_tile": 1, name: 9}, {}))
-    assert line.startswith(f"SPARSEK setting {name} (from --additional-config ")
-    assert "has no effect with query_tile 1 (from " in line
-    assert line.endswith("; remedy: remove it")
-
-
 def test_both_budgets_are_selected_by_or_said_to_be_idle() -> None:
     budgets = {"top_k": 8, "decode_tokens": 512}
     assert describe_idle_settings(resolve_config(budgets, {})) == []

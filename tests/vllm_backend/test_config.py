@@ -371,8 +371,6 @@ def test_mode_pattern_attends_as_much_as_block_topk() -> None:
     resolved = resolve_config({"mode": "pattern", "top_k": 8}, {"SPARSEK_PATTERN": "/a/file"})
     assert (resolved.config.mode, resolved.config.pattern) == ("pattern", "/a/file")
     assert resolved.config.policy_for(0) == SparsityConfig(mode="block_topk", top_k=8).policy_for(0)
-    with pytest.raises(ConfigError, match=r"grow_from .* has no effect in mode 'pattern'"):
-        resolve_config({"mode": "pattern", "pattern": "f", "grow_from": 9}, {})
     with pytest.raises(ConfigError, match="rules out"):
         resolve_config({"mode": "pattern", "pattern": "f"}, {}, batch_invariant=True)
 

@@ -137,18 +137,12 @@ def test_nothing_to_prepare_where_everything_is_attended(length: int, tokens: in
 def test_our_kernels_attend_dense_prompts_without_flash_attention() -> None:
     dense, window = SelectionPolicy(), SelectionPolicy(window_size=512)
     last = replace(window, dense_last=64)
-
-    def found(policy: SelectionPolicy, flash: bool) -> list[SelectionPolicy]:
-        ranges = prefill_policies(policy, flash, 20_000)
-        assert all(tuple(span) == (0, 20_000) for _, *span in ranges)
-        return [each for each, _, _ in ranges]
-
-    assert found(LONG, True) == [LONG]
-    assert found(LONG, False) == [LONG, everything(LONG)]
-    assert found(dense, True) == found(last, True) == []
-    assert found(dense, False) == [dense]
-    assert found(window, False) == [window]
-    assert found(last, False) == [window, everything(window)]  # chunks have no ends
+    assert prefill_policies(LONG, True) == [LONG]
+    assert prefill_policies(LONG, False) == [LONG, everything(LONG)]
+    assert prefill_policies(dense, True) == prefill_policies(last, True) == []
+    assert prefill_policies(dense, False) == [dense]
+    assert prefill_policies(window, False) == [window]
+    assert prefill_policies(last, False) == [window, everything(window)]  # chunks have no ends
 
 
 def test_shapes_of_decodes() -> None:
@@ -239,7 +233,7 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
         expected += prefill_segments((1000, 1000, 1, 1000), policy)
         for requests, context in decode_shapes(policy.decode, 1000, 5, heads):
             expected += [(policy.decode, context, requests)]
-        for prefill, _, _ in prefill_policies(policy.prefill, False, 1000):
+        for prefill in prefill_policies(policy.prefill, False):
             for shape in prefill_shapes(prefill, 1000, 1000, 5):
                 expected += prefill_segments(shape, replace(policy, prefill=prefill))
     assert len(expected) > 4

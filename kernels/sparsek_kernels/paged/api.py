@@ -8,7 +8,6 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad
 
 from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
 from sparsek_kernels.paged.attend import attend
@@ -29,19 +28,12 @@ from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.page_records import PageRecords, write_records
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import Located, PagedOperands
-from sparsek_kernels.paged.plan import (
-    Segment,
-    each_band,
-    each_segment,
-    plan_step,
-    plan_tokens,
-    tokens_alone,
-)
+from sparsek_kernels.paged.plan import Segment, each_segment, plan_step, plan_tokens, tokens_alone
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable
     from types import ModuleType
 
     from sparsek_kernels.paged.chosen import Chosen
@@ -200,8 +192,7 @@ def select_blocks(
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, as ``Chosen`` has them;
-        rows of tiles that see everything are -1, and so are the ends of rows that are shorter
-        than others by ``grow_from``.  Decodes have blocks of the size and number of
+        rows of tiles that see everything are -1.  Decodes have blocks of the size and number of
         their own policy, and a tile per token, or one for all with an alignment.
 
     Raises:
@@ -230,16 +221,11 @@ def select_blocks(
             counts[r] if decodes else one.num_tiles(lengths[r] - counts[r], lengths[r])
             for r in range(first, last)
         ]
+        alone = one.alignment > 0 and not decodes
+        segments = tokens_alone(part, one) if alone else (Segment(part, one),)
         if decodes and one.alignment:
             rows = [1] * (last - first)
-        segments: Sequence[Segment] = (Segment(part, one),)
-        if one.grow_from:
-            segments = each_band(part, one)
-        elif one.alignment and not decodes:
-            segments = tokens_alone(part, one)
-        chosen = [_select(operands, each, indexers) for each in segments]
-        most = max(x.shape[2] for x in chosen)
-        indices = torch.cat([pad(x, (0, most - x.shape[2]), value=-1) for x in chosen])
+        indices = torch.cat([_select(operands, each, indexers) for each in segments])
         found += indices[: sum(rows)].long().clamp(min=-1).split(rows)
     return found
 

@@ -241,8 +241,7 @@ def _segments(
     if not (batch.num_prefills or tails):
         return (Segment(batch, policy.decode),)
     if not (batch.num_decodes or of_prompts.dense_last or alone or _knows_queries(batch)):
-        # the kernels tell dense tiles from sparse ones
-        return (Segment(batch, rule.at(max(batch.max_seq_len - 1, 0))),)
+        return (Segment(batch, rule),)  # the kernels tell dense tiles from sparse ones
     found = []
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
     counts = batch.query_lens
@@ -271,56 +270,16 @@ def _segments(
         if sparse and alone:
             found += tokens_alone(part, rule)
             continue
-        if not sparse:
-            found.append(Segment(part, whole))
-            continue
-        tails += [(r, *ends[r]) for r in members if ends[r][0] < ends[r][1]]
-        kept = _rows_kept(batch, rule, members, ends)
-        bands = _rows_by_policy(rule, kept or [(r, 0, counts[r]) for r in members], counts, lengths)
-        if len(bands) == 1 and not kept:
-            found.append(Segment(part, next(iter(bands))))
-            continue
-        for one, own in bands.items():
-            rows, part = _rows_of_requests(batch, own, lengths)
-            found.append(Segment(part, one, rows))
+        rows: slice | torch.Tensor = slice(None)
+        if sparse:
+            tails += [(r, *ends[r]) for r in members if ends[r][0] < ends[r][1]]
+            kept = _rows_kept(batch, rule, members, ends)
+            if kept:
+                rows, part = _rows_of_requests(batch, kept, lengths)
+        found.append(Segment(part, rule if sparse else whole, rows))
     if tails:
         rows, part = _rows_of_requests(batch, tails, lengths)
         found.append(Segment(part, whole, rows))
-    return tuple(found)
-
-
-def _rows_by_policy(
-    policy: SelectionPolicy,
-    parts: Sequence[tuple[int, int, int]],
-    counts: Sequence[int],
-    lengths: Sequence[int],
-) -> dict[SelectionPolicy, list[tuple[int, int, int]]]:
-    """The queries of each policy that does not grow, as requests with their first and last rows.
-
-    Args:
-        policy: of prompts.
-        parts: requests, each with the first and the end of its queries.
-        counts: queries of every request.
-        lengths: keys of every request.
-    """
-    found: dict[SelectionPolicy, list[tuple[int, int, int]]] = {}
-    for request, begin, end in parts:
-        start = lengths[request] - counts[request]
-        for one, first, last in policy.bands(start + begin, start + end):
-            found.setdefault(one, []).append((request, first - start, last - start))
-    return found
-
-
-def each_band(batch: PagedBatch, policy: SelectionPolicy) -> tuple[Segment, ...]:
-    """Prefills alone as segments whose policies do not grow, request after request."""
-    lengths, counts = host_lengths(batch)
-    known = replace(batch, seq_lens_host=lengths, query_lens_host=counts)
-    found = []
-    for request, count in enumerate(counts):
-        bands = _rows_by_policy(policy, [(request, 0, count)], counts, lengths)
-        for one, rows in bands.items():
-            where, part = _rows_of_requests(known, rows, lengths)
-            found.append(Segment(part, one, where))
     return tuple(found)
 
 

@@ -12,9 +12,8 @@ selection.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from sparsek_kernels.paged.sample import MOST_CELLS
@@ -33,9 +32,6 @@ RANKING_STRIDE, MOST_RANKING = 2, 32
 
 LAST_TOKENS = 64
 """Tokens of a prompt's end that ``last_part`` leaves to ``dense_last`` in any case."""
-
-_MOST_TOKENS = 1 << 31
-"""No sequence is longer."""
 
 CANDIDATES = 2
 """Blocks of a tile that are weighed by their real keys, for each slot."""
@@ -86,12 +82,6 @@ class SelectionPolicy:
             selection: the first of them decides which blocks compete, and whether all see
             everything.  0: sinks and window end with blocks.
         last_part: where set, ``dense_last`` is at most the prompt's tokens over this, or 64.
-        grow_from: where set, ``top_k`` grows with the square root of the position (block top-k of
-            tiles): tiles from this position on have ``sqrt(2)`` times as many blocks, and
-            ``sqrt(2)`` times as many again from every doubling on.  A budget of more than half of
-            that context grows from twice its own tokens on.  :meth:`at` and :meth:`bands` give
-            policies that do not grow; ``budget_blocks`` and what follows from it are of tiles
-            before that position.
     """
 
     num_sink: int = 0
@@ -103,11 +93,10 @@ class SelectionPolicy:
     query_tile: int = 64
     alignment: int = 0
     last_part: int = 0
-    grow_from: int = 0
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("num_sink", "top_k", "dense_below", "dense_last", "last_part"), 0)
-        for name, low in {**least, "alignment": 0, "grow_from": 0, "query_tile": 1}.items():
+        counts = ("num_sink", "top_k", "dense_below", "dense_last", "last_part", "alignment")
+        for name, low in {**dict.fromkeys(counts, 0), "query_tile": 1}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
@@ -117,11 +106,6 @@ class SelectionPolicy:
         if window is None and (self.top_k or self.num_sink):
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
-            )
-        if self.grow_from and (not self.top_k or self.query_tile == 1):
-            raise ValueError(
-                "grow_from: expected 0, or top_k >= 1 with query_tile > 1, got "
-                f"{self.grow_from} with {self.top_k} and {self.query_tile}"
             )
         if self.alignment:
             self._check_alignment()
@@ -163,7 +147,6 @@ class SelectionPolicy:
             query_tile=1,
             dense_last=0,
             last_part=0,
-            grow_from=0,
         )
 
     def by_records(self, tokens: int) -> SelectionPolicy:
@@ -186,50 +169,7 @@ class SelectionPolicy:
             dense_last=0,
             last_part=0,
             alignment=SEGMENT,
-            grow_from=0,
         )
-
-    def at(self, position: int) -> SelectionPolicy:
-        """The policy of the tile that holds a position: one that does not grow."""
-        return _grown(self, self._growth(position)) if self.grow_from else self
-
-    def bands(self, begin: int, end: int) -> Iterator[tuple[SelectionPolicy, int, int]]:
-        """Ranges of the positions ``[begin, end)``, each with the one policy of its tiles."""
-        while begin < end:
-            rule, last = self.at(begin), end
-            if self.grow_from:
-                last = self._grows_until(begin)
-                while last < end and self.at(last) == rule:  # 1.41 blocks and 2 are both 2
-                    last = self._grows_until(last)
-            yield rule, begin, min(last, end)
-            begin = last
-
-    @cached_property
-    def _grows_from(self) -> int:
-        """Position of the first growth: from there on there are candidates for the places."""
-        return max(self.grow_from, 2 * self.budget_blocks * self.sel_block_size)
-
-    def _growth(self, position: int) -> int:
-        """How many times ``top_k`` has grown for the tile at a position."""
-        return ((position - position % self.query_tile) // self._grows_from).bit_length()
-
-    def _grows_until(self, position: int) -> int:
-        """First position behind ``position`` whose tile has grown more."""
-        return (
-            ceil_div(self._grows_from << self._growth(position), self.query_tile) * self.query_tile
-        )
-
-    def _places(self, position: Positions) -> Positions:
-        """Slots that an indexer fills for the tile at ``position``, as :attr:`scored_blocks`."""
-        if not self.grow_from:
-            return self.scored_blocks
-        if isinstance(position, int):
-            return self.at(position).scored_blocks
-        start, places = position - position % self.query_tile, self.scored_blocks
-        for times in range((_MOST_TOKENS // self._grows_from).bit_length()):
-            more = _grown(self, times + 1).top_k - _grown(self, times).top_k
-            places = places + (start >= self._grows_from << times) * more
-        return places
 
     @property
     def sample_stride(self) -> int:
@@ -368,7 +308,7 @@ class SelectionPolicy:
             return position < max(self.dense_below, self.num_sink + self.window_size)
         first, last = self.candidate_range(position)
         below = position - position % self.query_tile + self.query_tile <= self.dense_below
-        return below | (last - first <= self._places(position))
+        return below | (last - first <= self.scored_blocks)
 
     def attended_tokens(self, position: Positions, first: Positions | None = None) -> Positions:
         """Keys that the query at ``position`` attends: a function of positions alone.
@@ -388,18 +328,11 @@ class SelectionPolicy:
             first = position
         if self.selects_blocks:
             first_local, _ = self.local_range(first)
-            chosen = self.sink_blocks + self._places(first)
+            chosen = self.sink_blocks + self.scored_blocks
             sparse = length + (chosen - first_local) * self.sel_block_size
         else:
             sparse = _at_most(length, self.num_sink + self.window_size)
         return sparse + self.sees_all(first) * (length - sparse)
-
-
-@lru_cache(maxsize=256)
-def _grown(policy: SelectionPolicy, times: int) -> SelectionPolicy:
-    """The policy with ``top_k`` times the square root of ``2 ** times``, rounded up."""
-    squared = policy.top_k * policy.top_k << times
-    return replace(policy, top_k=math.isqrt(squared - 1) + 1, grow_from=0)
 
 
 @dataclass(frozen=True)
@@ -438,7 +371,7 @@ class StepPolicy:
             raise TypeError(
                 f"policy: expected a SelectionPolicy or a StepPolicy, got {type(policy).__name__}"
             )
-        single = replace(policy, dense_last=0, grow_from=0)
+        single = replace(policy, dense_last=0)
         if policy.selects_blocks and not policy.alignment:
             single = policy.by_records(policy.top_k * policy.sel_block_size)
         return cls(single if policy.query_tile == 1 else policy, single)

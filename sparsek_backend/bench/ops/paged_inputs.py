@@ -205,7 +205,7 @@ def wrong_selection(
 
 def on_cpu(choice: Choice) -> Choice:
     """The choice with its tensors on the CPU."""
-    moved = {name: x.cpu() for name, x in choice._asdict().items() if torch.is_tensor(x)}
+    moved: dict[str, Any] = {k: x.cpu() for k, x in choice._asdict().items() if torch.is_tensor(x)}
     return choice._replace(**moved)
 
 

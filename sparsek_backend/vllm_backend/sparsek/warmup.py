@@ -48,19 +48,17 @@ def doubled(most: int) -> list[int]:
 
 
 def prefill_shapes(
-    policy: SelectionPolicy, max_model_len: int, max_tokens: int, max_num_seqs: int, begin: int = 0
+    policy: SelectionPolicy, max_model_len: int, max_tokens: int, max_num_seqs: int
 ) -> list[tuple[int, int, int, int]]:
     """``(context, query tokens, prompts, least)`` of steps that need the kernels of every prefill.
 
     ``least`` are the tokens of all prompts but the first.  Programs share a query tile the more,
     the longer the context and the fewer the tiles.  So there is every context with its last tile
-    alone, and the longest with every number of tiles, of one prompt or several.  All contexts are
-    longer than ``begin``.
+    alone, and the longest with every number of tiles, of one prompt or several.
     """
     contexts = doubled(min(max_model_len, _LONG_PREFILL) if policy.is_band else max_model_len)
     if not policy.is_band:  # a shorter prompt is attended whole
         contexts = [context for context in contexts if not policy.sees_all(context - 1)]
-    contexts = [context for context in contexts if context > begin]
     if not contexts:
         return []
     tile = policy.query_tile
@@ -216,27 +214,22 @@ def _made_up_steps(
         shapes = decode_shapes(own.decode, length, most, impl.num_kv_heads, query_len)
         for count, context in shapes:
             yield made_up_decodes(count, query_len, context, width, device), own
-    for prefill, begin, end in prefill_policies(own.prefill, impl.flash is not None, length):
+    for prefill in prefill_policies(own.prefill, impl.flash is not None):
         policy = replace(own, prefill=prefill)
-        most_tokens = scheduler.max_num_batched_tokens
-        for shape in prefill_shapes(prefill, end, most_tokens, most, begin):
+        for shape in prefill_shapes(prefill, length, scheduler.max_num_batched_tokens, most):
             yield made_up_prefill(*shape, width, device), policy
 
 
-def prefill_policies(
-    policy: SelectionPolicy, flash: bool, max_model_len: int
-) -> list[tuple[SelectionPolicy, int, int]]:
+def prefill_policies(policy: SelectionPolicy, flash: bool) -> list[SelectionPolicy]:
     """The policies by which our kernels attend prompts but for their ends, and dense segments.
-
-    Each has the range of positions that may need it.
 
     Args:
         flash: whether FlashAttention attends those that it can.
     """
-    found = list(replace(policy, dense_last=0).bands(0, max_model_len))
+    found = [replace(policy, dense_last=0)]
     if policy.dense_last or not policy.is_band:
-        found.append((everything(policy), 0, max_model_len))
-    return [each for each in found if not (flash and each[0].is_band)]
+        found.append(everything(policy))
+    return [each for each in found if not (flash and each.is_band)]
 
 
 def _one_page(spec: Any, device: torch.device) -> torch.Tensor:

@@ -39,9 +39,6 @@ POLICIES: dict[str, SelectionPolicy | StepPolicy] = {
     "topk_dense_below": SelectionPolicy(
         num_sink=16, window_size=16, top_k=2, sel_block_size=32, dense_below=128, query_tile=32
     ),
-    "topk_growing": SelectionPolicy(
-        num_sink=16, window_size=20, top_k=2, sel_block_size=16, query_tile=32, grow_from=1
-    ),
     "topk_fewer_decoded": StepPolicy(_TOPK, _TOPK.by_records(32)),
 }
 

@@ -75,8 +75,6 @@ def test_any_batch(data: st.DataObject) -> None:
         query_tile=data.draw(st.sampled_from([2, 16, 64, 128])),
         last_part=data.draw(st.sampled_from([0, 2, 3])),
     )
-    if policy.selects_blocks:
-        policy = replace(policy, grow_from=data.draw(st.sampled_from([0, 1])))
     case = make_case(lengths, queries, num_decodes, page_size=data.draw(st.sampled_from([16, 64])))
     left = data.draw(st.none() | st.tuples(*[st.integers(-70, 70)] * len(lengths)))
     known = tuple(lengths) if data.draw(st.booleans()) else None
@@ -111,13 +109,11 @@ def check_selection(
             high = min((first + tile + 1) * rule.query_tile, length)
             positions = list(range(low, high))
             q = case.q[start + low - (length - count) : start + high - (length - count)]
-            own = rule.at(low)
-            expected = select_blocks_reference(q, k, positions, own, case.q.shape[-1] ** -0.5)
+            expected = select_blocks_reference(q, k, positions, rule, case.q.shape[-1] ** -0.5)
             if expected is None:
                 assert (rows == -1).all()
             else:
-                assert rows[:, : own.scored_blocks].tolist() == expected
-                assert (rows[:, own.scored_blocks :] == -1).all()
+                assert rows.tolist() == expected
         start += count
 
 
@@ -145,7 +141,6 @@ def test_any_selection_equals_oracle(data: st.DataObject) -> None:
         sel_block_size=page * data.draw(st.sampled_from([1, 2])),
         dense_below=data.draw(st.sampled_from([0, 100])),
         query_tile=data.draw(st.integers(2, 300)),
-        grow_from=data.draw(st.sampled_from([0, 1])),
     )
     group = data.draw(st.sampled_from([1, 3, 4, 7]))
     case = make_case(lengths, queries, 0, heads=group * kv_heads, kv_heads=kv_heads, page_size=page)
@@ -269,7 +264,7 @@ def test_page_permutation_changes_nothing(name: str) -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("name", ["dense", "sink_window", "topk_token", "topk", "topk_growing"])
+@pytest.mark.parametrize("name", ["dense", "sink_window", "topk_token", "topk"])
 def test_chunks_on_tile_boundaries_change_nothing(name: str) -> None:
     policy = POLICIES[name]
     whole = make_case([320], [320], 0)

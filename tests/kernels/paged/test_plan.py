@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -123,30 +122,6 @@ def test_neighbours_of_one_kind_share_a_segment() -> None:
     assert planned(batch, TOPK) is found
 
 
-def test_tiles_that_have_grown_have_segments_of_their_own() -> None:
-    policy = replace(TOPK, grow_from=1000)
-    two, three, four = (policy.at(position) for position in (999, 1024, 2048))
-    assert [rule.top_k for rule in (two, three, four)] == [2, 3, 4]
-    batch = make_batch([900, 2100, 3000, 1500], [100, 300, 90, 1400], 0)
-    found = planned(batch, policy)
-    assert [(x.policy, x.batch.seq_lens.tolist()) for x in found] == [
-        (two, [900, 1024]), (three, [2048, 1500]), (four, [2100, 3000])
-    ]  # fmt: skip
-    rows = torch.arange(1890)
-    where = [torch.cat([rows[:100], rows[490:1414]]), torch.cat([rows[100:348], rows[1414:]])]
-    assert [rows_of(segment) for segment in found[:2]] == [rows.tolist() for rows in where]
-    assert found[2].rows == slice(348, 490)
-    assert [x.batch.query_lens for x in found] == [(100, 924), (248, 476), (52, 90)]
-
-
-def test_a_host_that_knows_no_queries_takes_what_the_longest_prompt_attends() -> None:
-    policy = replace(TOPK, grow_from=1000)
-    batch = make_batch([900, 2100], [100, 300], 0)
-    with patch("sparsek_kernels.paged.plan._knows_queries", return_value=False):
-        (found,) = planned(batch, policy)
-    assert found.policy == policy.at(2099)
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -236,6 +211,9 @@ def test_the_end_of_a_prompt_is_dense_where_it_counts_as_a_decode() -> None:
     decodes, chunk, tail = planned(batch, policy)
     assert (decodes.batch.num_decodes, chunk.batch.num_prefills) == (6, 1)
     assert rows_of(tail) == [2, 3, 7]
+    neighbours = {"prompt_left_host": (0, 0), "query_lens_host": (2, 2)}
+    *_, tail = planned(make_batch([4000, 800], [2, 2], 2, **neighbours), policy)
+    assert tail.rows == slice(0, 4)  # nothing is copied
     unknown = replace(batch.part(0, 6), prompt_left_host=None, _derived={})
     for found in (planned(unknown, policy), planned(batch.part(0, 6), TOPK)):
         assert [segment.policy for segment in found] == [DECODED]

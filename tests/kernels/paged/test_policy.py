@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,19 +13,10 @@ from hypothesis import strategies as st
 from sparsek_kernels.paged import CELL_SIZE, SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import visible_reference
 
-
-def growing(grow_from: int, **fields: int) -> SelectionPolicy:
-    """A policy that grows, if it selects blocks for tiles."""
-    policy = SelectionPolicy(**fields)
-    grows = policy.selects_blocks and policy.query_tile > 1
-    return replace(policy, grow_from=grow_from if grows else 0)
-
-
 policies = st.one_of(
     st.just(SelectionPolicy()),
     st.builds(
-        growing,
-        grow_from=st.sampled_from([0, 1, 500, 4096]),
+        SelectionPolicy,
         num_sink=st.integers(0, 200),
         window_size=st.integers(1, 700),
         top_k=st.sampled_from([0, 1, 2, 7, 32]),
@@ -95,56 +85,6 @@ def test_arrays_follow_the_rule_of_their_positions(
     assert array.tolist() == tensor.tolist() == positions
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    grow_from=st.integers(1, 5000),
-    top_k=st.integers(1, 40),
-    tile=st.sampled_from([2, 64, 100, 4096]),
-    begin=st.integers(0, 20_000),
-    count=st.integers(0, 20_000),
-)
-def test_budgets_grow_with_the_square_root_of_the_position(
-    grow_from: int, top_k: int, tile: int, begin: int, count: int
-) -> None:
-    policy = SelectionPolicy(
-        num_sink=64, window_size=100, top_k=top_k, query_tile=tile, grow_from=grow_from
-    )
-    first = max(grow_from, 2 * 64 * (1 + 2 + top_k))
-    reached = begin
-    for rule, start, end in policy.bands(begin, begin + count):
-        assert (start, rule.grow_from) == (reached, 0)
-        assert end % tile == 0 or end == begin + count
-        for position in {start, end - 1}:
-            times = 0
-            while position // tile * tile >= first << times:
-                times += 1
-            expected = math.ceil(round(top_k * math.sqrt(2) ** times, 9))
-            assert rule == policy.at(position) == replace(policy, top_k=expected, grow_from=0)
-            assert policy.sees_all(position) == rule.sees_all(position)
-            assert policy.attended_tokens(position) == rule.attended_tokens(position)
-        reached = end
-    assert reached == begin + count
-
-
-@given(policies, st.integers(1, 300))
-def test_what_is_sparse_once_stays_sparse(policy: SelectionPolicy, step: int) -> None:
-    seen = [policy.sees_all(position) for position in range(0, 60_000, step)]
-    assert seen == sorted(seen, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"grow_from": -1}, "grow_from: expected an integer >= 0, got -1"),
-        ({"query_tile": 1}, "grow_from: expected 0, or top_k >= 1 .*, got 9 with 2 and 1"),
-        ({"top_k": 0}, "grow_from: expected 0, or top_k >= 1 .*, got 9 with 0 and 64"),
-    ],
-)
-def test_growth_that_is_refused(fields: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SelectionPolicy(**{"window_size": 64, "top_k": 2, "grow_from": 9, **fields})
-
-
 def earliest(
     q: torch.Tensor, k: torch.Tensor, positions: list[int], policy: SelectionPolicy, scale: float
 ) -> list[list[int]] | None:
@@ -157,8 +97,7 @@ def earliest(
 @settings(deadline=None, max_examples=25)
 @given(
     policy=st.builds(
-        growing,
-        grow_from=st.sampled_from([0, 1]),
+        SelectionPolicy,
         num_sink=st.integers(0, 40),
         window_size=st.integers(1, 90),
         top_k=st.integers(0, 4),

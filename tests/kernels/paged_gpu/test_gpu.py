@@ -17,7 +17,6 @@ from sparsek_backend.bench.ops.paged_inputs import (
 )
 from sparsek_kernels.paged import Indexers, TwoStep, paged_attention, select_blocks
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.launched import write_launched
@@ -95,28 +94,6 @@ def test_last_queries_see_everything() -> None:
     want = oracle_check.expected(problem, policy, chosen=chosen)
     error = (got.double().cpu() - want).abs().max().item()
     assert error <= oracle_check.TOLERANCE[torch.bfloat16]
-
-
-def test_tiles_that_have_grown_attend_as_their_own_policy() -> None:
-    options = {"page_size": 64, "dim": 128, "group": 4, "dtype": torch.bfloat16}
-    problem = make_problem([(2000, 2500)], num_decodes=0, device="cuda", **options)  # type: ignore[arg-type]
-    oracle_check.fill(problem)
-    policy = replace(TOP_K, grow_from=1)
-
-    def attend(begin: int, end: int, rule: SelectionPolicy) -> torch.Tensor:
-        batch = batch_of_lengths(problem.batch.block_table, [end - begin], [end])
-        caches = problem.k_cache, problem.v_cache
-        step = oracle_check.without_records(rule)
-        return paged_attention(problem.q[begin - 500 : end - 500], *caches, batch, step)
-
-    whole, plain = attend(500, 2500, policy), attend(500, 2500, TOP_K)
-    bands = list(policy.bands(500, 2500))
-    assert [rule.top_k for rule, _, _ in bands] == [4, 6, 8]
-    for rule, begin, end in bands:
-        mine = slice(begin - 500, end - 500)
-        torch.testing.assert_close(whole[mine], attend(begin, end, rule), atol=3e-2, rtol=0)
-        apart = (whole[mine].float() - plain[mine].float()).abs().amax((1, 2)) > 3e-2
-        assert apart.float().mean() > 0.5 or rule.top_k == 4
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -62,13 +62,12 @@ def logs_reference(
         tiles.setdefault(position // policy.query_tile, []).append(row)
     for rows in tiles.values():
         tile_positions = [positions[row] for row in rows]
-        rule = policy.at(tile_positions[0])
         chosen: list[list[int]] | None = None
         if policy.selects_blocks:
-            chosen = select(q[rows], k, tile_positions, rule, softmax_scale)
+            chosen = select(q[rows], k, tile_positions, policy, softmax_scale)
         for row, position in zip(rows, tile_positions, strict=True):
             causal = key <= position
-            if rule.sees_all(position):
+            if policy.sees_all(position):
                 logs[row] = causal.double().log()
                 continue
             if chosen is None:
