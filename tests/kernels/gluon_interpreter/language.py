@@ -97,6 +97,19 @@ def _reduce(given: Value | tuple[Value, ...], axis: int, combine: Any) -> Any:
     return parts if isinstance(given, tuple) else parts[0]
 
 
+def _running(x: Value, axis: int = 0, reverse: bool = False) -> Value:
+    """Sums of ``x`` up to each place, or from it on."""
+    data = x.data.flip(axis) if reverse else x.data
+    data = data.cumsum(axis).to(x.dtype)
+    return Value(data.flip(axis) if reverse else data)
+
+
+def _histogram(x: Value, bins: int, mask: Value | None = None) -> Value:
+    """How many there are of each of the numbers below ``bins``, ``[bins]`` int32."""
+    some = x.data if mask is None else x.data[torch.as_tensor(mask.data).bool()]
+    return Value(torch.bincount(some.long(), minlength=bins).to(torch.int32))
+
+
 def _pair(function: Any) -> Any:
     def apply(a: Any, b: Any, **_: Any) -> Value:
         a, b = (torch.as_tensor(unwrap(value(x))) for x in (a, b))
@@ -145,7 +158,9 @@ class Language:
             sum=_axis(_total),
             reduce=_reduce,
             gather=lambda x, index, axis: Value(x.data.gather(axis, index.data.long())),
-            cumsum=lambda x, axis=0: Value(x.data.cumsum(axis).to(x.dtype)),
+            cumsum=_running,
+            histogram=_histogram,
+            ceil=lambda x: Value(torch.ceil(x.data)),
             exp2=lambda x: Value(torch.exp2(x.data)),
             log=lambda x: Value(torch.log(x.data)),
             log2=lambda x: Value(torch.log2(x.data)),

@@ -10,12 +10,12 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged import Chosen, PageRecords, SelectionPolicy
-from sparsek_kernels.paged.index.page_records import config, cpu, cpu_write, launch, launch_write
+from sparsek_kernels.paged.index.page_records import cpu, cpu_write, launch, launch_write
 from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.operands import PagedOperands, Ranks
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.record import page_bytes
-from sparsek_kernels.paged.sample import CELL_BITS, sample_cells, start_of
+from sparsek_kernels.paged.sample import CELL_BITS, KEYS, keys_of, sample_cells, start_of
 from sparsek_kernels.paged.sample_reference import key_reference, list_error
 from tests.kernels.shared_pages import held_pages, on_ranks, own_scratch
 
@@ -127,13 +127,12 @@ def test_torch_chooses_what_the_oracle_does(shape: dict[str, int]) -> None:
 @pytest.mark.parametrize(("count", "group"), [(128, 1), (128, 4), (2, 4), (1536, 4), (1000, 7)])
 def test_keys_are_quarters_of_octaves(count: int, group: int) -> None:
     scores = torch.cat([torch.zeros(1), torch.logspace(-9, 0.5, 4000)]).float()
-    rule = SelectionPolicy(num_sink=64, window_size=64, top_k=1).by_records(2 * count)
-    found = cpu.cell_keys(scores.clone(), rule, group)
+    found = keys_of(scores.clone(), count, group)
     assert found.tolist() == key_reference(scores.double(), count, group).tolist()
     assert (found.diff() >= 0).all()
     assert (int(found[0]), int(found[-1])) == (0, 63)
     always = scores > group / count
-    assert int(found[always].min()) >= config.KEYS - 4
+    assert int(found[always].min()) >= KEYS - 4
 
 
 @pytest.mark.parametrize("matrix_units", [False, pytest.param(True, marks=pytest.mark.gpu)])

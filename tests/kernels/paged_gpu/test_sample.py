@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sparsek_kernels.paged.index.page_records.config import KEYS
 from sparsek_kernels.paged.index.page_records.kernels.choose import list_cells_kernel
 from sparsek_kernels.paged.index.page_records.shapes import Rule, Shape
-from sparsek_kernels.paged.sample import sample_cells, start_of
+from sparsek_kernels.paged.sample import KEYS, sample_cells, start_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, SINKS, LOCAL = 3, 2, 3  # KV heads; segments
