@@ -151,6 +151,8 @@ class Chosen:
         policy: SelectionPolicy,
         softmax_scale: float,
     ) -> list[list[int]] | None:
+        if policy.alignment:  # a decoded token's
+            return select_blocks_reference(q, k, positions, policy, softmax_scale)
         found = next(self._tiles)  # [Hkv, scored_blocks]
         listed = next(self._listed, [])
         if policy.sees_all(positions[0]):
