@@ -106,7 +106,10 @@ def test_queries_that_lie_head_by_head(policy: str) -> None:
 
 
 def test_fp8_cache() -> None:
-    """Selection is checked through what it attends: the oracle reads the cache."""
+    """Selection is checked through what it attends: the oracle reads the cache.
+
+    ``test_fp8.py`` holds what prompts choose against the rule.
+    """
     problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
     oracle_check.fill(problem, scales=(0.5, 0.25))
     wide = replace(
@@ -125,11 +128,10 @@ def test_fp8_cache() -> None:
     exact = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
     oracle_check.fill(exact)
     reference = select_phases(exact.operands(exact.q), exact.batch, few)
-    decodes = exact.batch.num_decodes
-    for part in (slice(decodes), slice(decodes, None)):
-        mine, theirs = (torch.cat(rows[part]) for rows in (chosen, reference))
-        same = (mine[..., None] == theirs[..., None, :]).any(-1)
-        assert same.float().mean() > 0.7
+    decodes = slice(exact.batch.num_decodes)
+    mine, theirs = (torch.cat(rows[decodes]) for rows in (chosen, reference))
+    same = (mine[..., None] == theirs[..., None, :]).any(-1)
+    assert same.float().mean() > 0.7
 
 
 def test_batch_composition_does_not_change_a_request() -> None:
