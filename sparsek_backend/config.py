@@ -70,7 +70,7 @@ class SparsityConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     mode: Mode = "auto"
-    """`block_topk`: sinks, window and the best-scoring blocks. `pattern`: the same, but prefills
+    """`block_topk`: sinks, window and what matters most between. `pattern`: the same, but prefills
     take their blocks from a learned file. `infllm`: the blocks that a model with a `sparse_config`
     was trained to select. `seer`: decoded tokens attend the blocks that SeerAttention-R's gates
     choose. `sink_window`: sinks and window only. `dense`: everything. `nsa`: what a natively sparse
