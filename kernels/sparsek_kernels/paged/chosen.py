@@ -13,8 +13,8 @@ class Chosen(NamedTuple):
     Args:
         indices: ``[lists, Hkv, scored_blocks]`` int32; -1 in rows of tiles that see everything.  A
             list is of a tile, of a decoded token, or of a decoding request
-            (``Segment.by_request``).  Blocks, ascending; of a policy with an alignment entries of a
-            sample (``sample.py``): cells in any order, with weights, and -1 where none is left.
+            (``Segment.by_request``).  Entries of a sample (``sample.py``), with weights: blocks,
+            ascending, of a policy with an alignment cells in any order, and -1 behind the last.
     """
 
     indices: torch.Tensor

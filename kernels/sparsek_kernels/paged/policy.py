@@ -57,16 +57,17 @@ class SelectionPolicy:
     * *dense*: ``window_size is None``.  Query ``i`` sees every key ``j <= i``.
     * *sink-window*: ``window_size`` set, ``top_k == 0``.  Query ``i`` sees ``j <= i`` with
       ``j < num_sink`` or ``j > i - window_size``, exact to the token.
-    * *block top-k*: ``top_k > 0``.  Query ``i`` sees, causally, a fixed number of whole blocks
-      (:attr:`budget_blocks`): the sink blocks, the blocks its tile's windows touch, and those that
-      an indexer chooses among the rest.  Sinks and window are therefore always seen in full.
+    * *block top-k*: ``top_k > 0``.  Query ``i`` sees, causally, as many whole blocks as
+      :attr:`budget_blocks` or a few less: the sink blocks, the blocks its tile's windows touch, and
+      those that an indexer chooses among the rest, which may count for more than one
+      (``sample.py``).  Sinks and window are therefore always seen in full.
 
     Args:
         num_sink: first tokens of the sequence that every query sees.  Block top-k rounds it up to
             whole blocks.
         window_size: latest tokens (the query's own included) that every query sees, or ``None``.
         top_k: blocks beyond sinks and window.  A block that the window straddles is the first of
-            them, so that the number of blocks attended never depends on alignment.
+            them, so that the number of places never depends on alignment.
         sel_block_size: tokens in a block; a multiple of ``CELL_SIZE``, or with an alignment any
             power of two from 2 on that divides it.
         dense_below: queries at positions below this see every earlier key; with block top-k, those
@@ -313,7 +314,7 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions, first: Positions | None = None) -> Positions:
         """Keys that the query at ``position`` attends: a function of positions alone.
 
-        With an alignment as many at most: a sample may leave places over.
+        Where blocks or cells are chosen as many at most: a sample may leave places over.
         Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
 
         Args:
