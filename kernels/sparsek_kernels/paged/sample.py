@@ -107,21 +107,15 @@ def draw(
     return entries[..., :places]
 
 
-def sample_cells(keys: torch.Tensor, counts: torch.Tensor, places: int, start: int) -> torch.Tensor:
+def sample_cells(keys: torch.Tensor, places: int, start: int) -> torch.Tensor:
     """A list's entries ``[places]`` int32, cells counted from the first one.
 
-    ``keys [S, 32]`` are of far segments' cells, ``counts [KEYS]`` how many there are of each,
-    ``start`` is :func:`start_of`.
+    ``keys [S, 32]`` are of far segments' cells, ``start`` is :func:`start_of`.
     """
-    segments, cells = keys.shape
+    cells = keys.shape[1]
     order = torch.arange(cells).view(-1, THREADS).T.flatten()
-    steps = weight_steps(counts, places)
-    each = probabilities(steps)[keys[:, order]].flatten().long()
-    until = each.cumsum(0) + start
-    place = (until - each) >> WHOLE_BITS
-    kept = ((until >> WHOLE_BITS) > place) & (place < places)
-    cell = (torch.arange(segments)[:, None] * cells + order).flatten()
-    entries = torch.full((places,), -1, dtype=torch.int32)
-    found = cell + (steps[keys[:, order]].flatten().long() << CELL_BITS)
-    entries[place[kept]] = found[kept].int()
-    return entries
+    ordered = keys[:, order].flatten().long()
+    entries = draw(ordered, torch.ones_like(ordered, dtype=torch.bool), places, torch.tensor(start))
+    turn = entries & CELL_MASK  # of a cell, in the order of drawing
+    cell = turn - turn % cells + order[turn % cells]
+    return torch.where(entries < 0, -1, cell + (entries - turn)).int()

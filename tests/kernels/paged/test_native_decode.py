@@ -239,7 +239,7 @@ def test_the_sample_in_c_equals_the_rule(sample: Any, data: st.DataObject) -> No
     steps = weight_steps(counts, places)
     if not steps.equal(weight_steps(counts.double(), places)):  # rounded to another step
         return
-    expected = sample_cells(far, counts, places, start_of(position))
+    expected = sample_cells(far, places, start_of(position))
     assert number == int((expected >= 0).sum())
     shifted = torch.where(expected >= 0, expected + 32 * front, -1)
     assert torch.equal(found[:number], shifted[:number])

@@ -13,6 +13,7 @@ from sparsek_kernels.paged.sample import (
     CELL_BITS,
     STEPS,
     WHOLE_BITS,
+    draw,
     probabilities,
     sample_cells,
     start_of,
@@ -45,8 +46,8 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
 @settings(max_examples=200, deadline=None)
 @given(case=cases(), start=st.integers(0, ONE - 1))
 def test_lists_are_the_oracles(case: tuple[torch.Tensor, torch.Tensor, int], start: int) -> None:
-    keys, counts, places = case
-    found = sample_cells(keys, counts, places, start).tolist()
+    keys, _, places = case
+    found = sample_cells(keys, places, start).tolist()
     threshold = threshold_reference(keys.flatten(), places)
     steps = (threshold - 8 * keys.flatten()).clamp(min=0)
     assert found == draw_reference(steps, start, places, 0)
@@ -64,7 +65,7 @@ def test_places_are_filled_and_weights_make_up_for_what_is_left_out(
     assert places * 2 ** (-1 / STEPS) - rounding - 1e-6 * places <= drawn <= places
     total = float((counts * sizes).sum())
     assert (steps[(counts > 0) & (sizes * places >= total)] == 0).all()
-    entries = sample_cells(keys, counts, places, start)
+    entries = sample_cells(keys, places, start)
     entries = entries[entries >= 0]
     assert abs(len(entries) - drawn) <= 1
     mine = keys.flatten()[(entries & ((1 << CELL_BITS) - 1)).long()].long()
@@ -84,7 +85,7 @@ def test_each_cell_is_drawn_as_often_as_its_weight_says() -> None:
     counts, starts = torch.bincount(keys.flatten(), minlength=64), 4096
     times = torch.zeros(keys.numel(), dtype=torch.long)
     for start in range(0, ONE, ONE // starts):
-        entries = sample_cells(keys, counts, 40, start)
+        entries = sample_cells(keys, 40, start)
         times[(entries[entries >= 0] & ((1 << CELL_BITS) - 1)).long()] += 1
     steps = weight_steps(counts, 40)[keys.flatten().long()]
     shares = probabilities(steps).double() / ONE
@@ -155,6 +156,24 @@ def test_lists_by_other_rules_are_not() -> None:
         assert list_error(choice, 0, mine, 0.0)
         mine[rare] += 9 << CELL_BITS
         assert list_error(choice, 0, mine, 0.02)
+
+
+@given(data=st.data())
+def test_samples_of_some_things_are_the_oracles(data: st.DataObject) -> None:
+    """Several lists at once, of which some things do not compete; few of them are all taken."""
+    count = data.draw(st.integers(1, 40))
+    places = data.draw(st.integers(1, 12))
+    seed, start = data.draw(st.integers(0, 99)), data.draw(st.integers(0, ONE - 1))
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randint(0, 64, (3, count), generator=generator)
+    there = torch.rand(3, count, generator=generator) < data.draw(st.sampled_from([0.2, 0.7, 1.0]))
+    found = draw(keys, there, places, torch.tensor([start, 0, ONE - 1]))
+    for mine, row, some, begin in zip(found, keys, there, (start, 0, ONE - 1), strict=True):
+        steps = torch.zeros_like(row)
+        if int(some.sum()) > places:
+            steps = (threshold_reference(row[some], places) - 8 * row).clamp(min=0)
+        order = some.nonzero().flatten().tolist()
+        assert mine.tolist() == draw_reference(steps, begin, places, 0, order)
 
 
 def test_keys_are_quarters_of_octaves_below_the_share_of_a_place() -> None:

@@ -154,7 +154,7 @@ def equal_cells(policy: SelectionPolicy, position: int, heads: int) -> list[list
     first, last = policy.candidate_range(position)
     keys, counts = torch.zeros((last - first) // 32, 32, dtype=torch.long), torch.zeros(64)
     counts[0] = last - first
-    mine = sample_cells(keys, counts, policy.scored_blocks, start_of(position))
+    mine = sample_cells(keys, policy.scored_blocks, start_of(position))
     return [torch.where(mine < 0, mine, mine + first).tolist()] * heads
 
 

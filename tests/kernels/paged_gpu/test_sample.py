@@ -52,7 +52,7 @@ def drawn(
         return out[3, :, :places].tolist(), [[-1] * places] * HEADS
     wanted = []
     for head in range(HEADS):
-        mine = sample_cells(keys[head].long(), counts[1, head], places, start_of(position))
+        mine = sample_cells(keys[head].long(), places, start_of(position))
         wanted.append(torch.where(mine >= 0, mine + SINKS * 32, mine).tolist())
     return out[3, :, :places].tolist(), wanted
 

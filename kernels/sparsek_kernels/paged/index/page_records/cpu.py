@@ -14,7 +14,7 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy
 from sparsek_kernels.paged.record import VECTORS, read_variances, read_vectors, view_records
-from sparsek_kernels.paged.sample import KEYS, keys_of, sample_cells, start_of
+from sparsek_kernels.paged.sample import keys_of, sample_cells, start_of
 
 
 def select(operands: PagedOperands, segment: Segment) -> Chosen:
@@ -82,9 +82,6 @@ def _choose(
     found[:, which - begin] = keys_of(scores, policy.scored_blocks, q.shape[1]).to(torch.int8)
     if ranks is not None:
         found = ranks.largest(found)
-    lists = []
-    for keys in found.int():
-        counts = torch.bincount(keys.flatten(), minlength=KEYS)
-        lists.append(sample_cells(keys, counts, policy.scored_blocks, start_of(position)))
-    entries = torch.stack(lists)
+    start = start_of(position)
+    entries = torch.stack([sample_cells(keys, policy.scored_blocks, start) for keys in found])
     return torch.where(entries >= 0, entries + begin * VECTORS, -1)
