@@ -152,7 +152,7 @@ def table(documents: Iterable[dict[str, Any]], chosen: str, variants: Sequence[s
     about = ["MiB"]
     if chosen != "decode":
         about = ["attended", *(f"cost {n >> 10}k" for n in CONTEXTS)]
-    head = [f"{cell['model']}, {cell['length'] // 1000}k" for cell in cells]
+    head = [f"{cell['model']}, {_thousands(cell['length'])}" for cell in cells]
     head = ["variant", *about, *head]
     lines = [head, ["---"] * len(head)]
     for name in variants or cells[0]["variants"]:
@@ -164,6 +164,10 @@ def table(documents: Iterable[dict[str, Any]], chosen: str, variants: Sequence[s
             about = [f"{found[-1]['share']:.0%}", *(f"{share:.3f}" for share in costs)]
         lines.append([name, *about, *map(_cell, found)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _thousands(length: int) -> str:
+    return f"{length // (1000 if length % 1024 else 1024)}k"
 
 
 def _cell(found: dict[str, float]) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from benchmarks.simulate.variants import SETS, Variant
 from tests.bench.simulated import close, dense_attention
 
 ROOT = Path(__file__).resolve().parents[2]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 @pytest.fixture
@@ -42,9 +44,19 @@ def tiny(tmp_path: Path) -> Path:
     return folder
 
 
+def _change(folder: Path, **settings: object) -> dict[str, Any]:
+    """A model's config with other settings, which are written."""
+    path = folder / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text()) | settings
+    path.write_text(json.dumps(config))
+    return config
+
+
 @torch.no_grad()
-def test_the_model_is_transformers(tiny: Path) -> None:
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN])
+def test_the_model_is_transformers(tiny: Path, scaling: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
+    _change(tiny, rope_parameters={**scaling, "rope_theta": 1e6})
     ids = torch.randint(0, 50, (1, 200), generator=torch.Generator().manual_seed(0))
     expected = transformers.Qwen2ForCausalLM.from_pretrained(tiny)(ids).logits[0, 180:]
     model = Model(tiny, "cpu")
@@ -55,6 +67,24 @@ def test_the_model_is_transformers(tiny: Path) -> None:
 
     found = model.answer(tokens[180:], model.prompt(tokens[:180], attend), attend)
     close(found, expected)
+
+
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+def test_frequencies_of_yarn_are_those_of_transformers(tiny: Path, where: str) -> None:
+    """Whichever field of a config has its settings."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {**YARN, "rope_theta": 1e6}
+    config = _change(tiny, head_dim=128, rope_parameters=parameters)
+    if where == "rope_scaling":
+        _change(tiny, rope_parameters=None, rope_scaling=YARN, rope_theta=1e6)
+    expected = transformers.Qwen2Config(**config)
+    frequencies, rotation = ROPE_INIT_FUNCTIONS["yarn"](expected, "cpu")
+    model = Model(tiny, "cpu")
+    torch.testing.assert_close(model.frequencies, frequencies, rtol=1e-5, atol=0)
+    assert model.rotation == pytest.approx(rotation)
+    assert model.rotation > 1.1
 
 
 def test_a_run_goes_on_where_others_stopped_and_its_figures_are_merged(
@@ -114,11 +144,15 @@ def test_a_run_goes_on_where_others_stopped_and_its_figures_are_merged(
 
 DOCUMENTS = [
     json.loads((ROOT / "benchmarks/results" / name).read_text())
-    for name in ("simulation_qwen_h200.json", "simulation_prompts_qwen_h200.json")
+    for name in (
+        "simulation_qwen_h200.json",
+        "simulation_prompts_qwen_h200.json",
+        "simulation_drawn_qwen_h200.json",
+    )
 ]
 
 
-@pytest.mark.parametrize("chosen", ["decode", "budgets"])
+@pytest.mark.parametrize("chosen", ["decode", "budgets", "drawn"])
 def test_the_tables_of_the_docs_are_of_the_committed_files(chosen: str) -> None:
     page = (ROOT / "docs/simulation.md").read_text(encoding="utf-8")
     head = results.table(DOCUMENTS, chosen, ["dense"]).partition("\n")[0] + "\n"

@@ -24,7 +24,16 @@ def _causal_logits(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> torc
     return logits_of(q[:, :, rows], k).masked_fill(later, -math.inf)
 
 
-@pytest.mark.parametrize("rule", [PROMPT, replace(PROMPT, scores="p2dr", tile=64), PromptRule()])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        PROMPT,
+        replace(PROMPT, scores="p2dr", tile=64),
+        replace(PROMPT, draws=True),
+        replace(PROMPT, draws=True, draws_candidates=True),
+        PromptRule(),
+    ],
+)
 def test_a_prompt_with_enough_blocks_is_dense(rule: PromptRule) -> None:
     drawn = draw(1100, 1100)
     rule = replace(rule, blocks=20, candidates=20)
@@ -79,6 +88,76 @@ def _attended(places: Callable[[int], int], count: int = 2200) -> float:
         between = max(tile // 64 - 2, 0)
         total += 64 * min(places(tile), between) + min(row + 1, 64 + 64 + row % 64 + 1)
     return total / count
+
+
+def _probabilities(size: torch.Tensor, places: int) -> torch.Tensor:
+    """``min(1, size / T)``, with the ``T`` for which they add up to ``places``: by bisection."""
+    size = size.double()
+    low, high = 0.0, size.sum().item()
+    for _ in range(100):
+        middle = (low + high) / 2
+        more = (size / middle).clamp(max=1.0).sum() > places
+        low, high = (middle, high) if more else (low, middle)
+    return (size / high).clamp(max=1.0)
+
+
+@pytest.mark.parametrize("places", [4, 12])
+def test_a_drawn_block_stands_for_as_many_as_it_was_unlikely(places: int) -> None:
+    mass = torch.randn(40, generator=torch.Generator().manual_seed(places)).exp()
+    mass[[7, 20]] *= 100
+    mass[5] = 0
+    positions = 64 * torch.arange(1 << 15)  # each starts elsewhere
+    drawn = mass.expand(1, len(positions), -1)
+    (weights,) = prompts._picked(drawn, torch.full_like(positions, places), positions, True)
+    chance = _probabilities(mass, places)
+    picked = weights > 0
+    close(weights, torch.where(picked, 1 / chance, 0.0).float())
+    assert chance[[7, 20]].eq(1).all()
+    assert weights[:, chance == 1].eq(1).all()
+    numbers = picked.sum(-1)
+    assert (numbers - places).abs().max() <= 1
+    assert numbers.float().mean().item() == pytest.approx(places, abs=0.01)
+    assert not picked[:, 5].any()
+    torch.testing.assert_close(weights.mean(0), (mass > 0).float(), rtol=0, atol=0.1)
+
+
+def test_of_drawn_candidates_blocks_are_drawn_and_both_weights_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+
+    def attend_blocks(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: torch.Tensor, *where: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found.append(weights)
+        return blocks.attend_blocks(q, k, v, weights, *where)
+
+    monkeypatch.setattr(prompts, "attend_blocks", attend_blocks)
+    q, k, v = draw(1100, 1100)
+    rule = replace(PROMPT, rank_rows=32, draws=True, draws_candidates=True)
+    out, _ = prompts.attend(rule, q, k, v)
+    prompts.attend(replace(rule, blocks=20), q, k, v)
+    prompts.attend(replace(rule, blocks=20, draws=False), q, k, v)
+    prompts.attend(replace(rule, candidates=20), q, k, v)
+    prompts.attend(replace(rule, scores="all"), q, k, v)
+    both, named, best, *whole = found
+    torch.testing.assert_close(named, best)  # with places for all the second draw takes all
+    torch.testing.assert_close(*whole)  # as the first one does
+    rows = torch.arange(992, 1024)  # whose window begins in block 14
+    exact = _causal_logits(q, k, rows)
+    for head in range(HEADS):
+        first, weights = named[head, 31], both[head, 31]
+        assert (first[1:14] > 0).sum() in (5, 6, 7)
+        assert first[1:14].max() > 1
+        seen = exact[head] + first.log().repeat_interleave(64)[:1100].clamp(max=0)
+        mass = seen.softmax(-1)[..., : 17 * 64].unflatten(-1, (-1, 64)).sum(-1).sum(0).amax(0)
+        size = (mass * first[:17])[1:14]
+        picked = weights[1:14] > 0
+        assert picked.sum() in (2, 3, 4)
+        expected = torch.where(picked, first[1:14] / _probabilities(size, 3), 0.0).float()
+        close(weights[1:14], expected)
+        logits = exact[head] + weights.log().repeat_interleave(64)[:1100]
+        close(out[head][:, rows], logits.softmax(-1) @ v[head])
 
 
 @pytest.mark.parametrize("ranks", ["m2", "p2dr", "page"])
@@ -151,12 +230,32 @@ def test_the_kernel_of_block_logits_is_plain_torch(vectors: int, how: str) -> No
 @pytest.mark.parametrize(("tile", "start"), [(16, 512), (32, 512), (64, 0)])
 def test_the_kernel_of_chosen_blocks_is_plain_torch(tile: int, start: int) -> None:
     q, k, v = draw(128, start + 100)
-    tiles, count = 128 // tile, -(-(start + 100) // 64)
-    chosen = torch.rand(HEADS, tiles, count) < 0.4
-    chosen[:, :, 0] = True
-    expected = blocks.attend_blocks(q, k, v, chosen, tile, start)
-    found = blocks.launch_attend_blocks(q, k, v, chosen, tile, start)
+    weights = _block_weights(128 // tile, start + 100)
+    expected = blocks.attend_blocks(q, k, v, weights, tile, start)
+    found = blocks.launch_attend_blocks(q, k, v, weights, tile, start)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_counts_as_often_as_its_weight_says() -> None:
+    q, k, v = draw(128, 640)
+    weights = _block_weights(4, 640)
+    out, lse = blocks.attend_blocks(q, k, v, weights, 32, 512)
+    counts = weights.repeat_interleave(32, 1).repeat_interleave(64, 2)[:, None]  # of each key
+    later = torch.arange(640) > torch.arange(512, 640)[:, None]
+    shares = (logits_of(q, k).double().exp() * counts).masked_fill(later, 0.0)
+    sums = shares.sum(-1)
+    close(out, (shares @ v.double()[:, None] / sums[..., None]).float())
+    close(lse, sums.log().float())
+
+
+def _block_weights(tiles: int, keys: int) -> torch.Tensor:
+    """``[HEADS, tiles, blocks]``: some blocks are left out, others count up to five times."""
+    make = torch.Generator().manual_seed(tiles)
+    shape = (HEADS, tiles, -(-keys // 64))
+    weights = 1 + 4 * torch.rand(shape, generator=make)
+    weights *= torch.rand(shape, generator=make) < 0.4
+    weights[:, :, 0] = 1
+    return weights
 
 
 def test_anchors_and_the_last_rows_are_dense_and_no_row_depends_on_later_ones() -> None:
