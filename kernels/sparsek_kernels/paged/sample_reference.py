@@ -79,9 +79,9 @@ def share_reference(steps: torch.Tensor) -> torch.Tensor:
     return (_ONE / (steps.double() / 32).exp2()).floor().long()
 
 
-def start_reference(position: int) -> int:
-    """What the sum of shares begins with, of 65536."""
-    return position * 0x9E3779B1 % 2**32 // _ONE
+def start_reference(position: int, again: bool = False) -> int:
+    """What the sum of shares begins with, of 65536; ``again``: of a sample of a sample."""
+    return position * (0x6A09E667 if again else 0x9E3779B1) % 2**32 // _ONE
 
 
 def drawing_order(far: int) -> list[int]:

@@ -9,6 +9,7 @@ from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
 from sparsek_kernels.paged.sample import CELL_MASK as _CELL_MASK
 from sparsek_kernels.paged.sample import KEYS as _KEYS
 from sparsek_kernels.paged.sample import MOST_STEPS as _MOST_STEPS
+from sparsek_kernels.paged.sample import SECOND_SPREAD as _SECOND_SPREAD
 from sparsek_kernels.paged.sample import SPREAD as _SPREAD
 from sparsek_kernels.paged.sample import STEPS as _STEPS
 from sparsek_kernels.paged.sample import WHOLE_BITS as _WHOLE_BITS
@@ -17,6 +18,7 @@ CELL_BITS = tl.constexpr(_CELL_BITS)
 CELL_MASK = tl.constexpr(_CELL_MASK)
 KEYS = tl.constexpr(_KEYS)
 MOST_STEPS = tl.constexpr(_MOST_STEPS)
+SECOND_SPREAD = tl.constexpr(_SECOND_SPREAD)
 SPREAD = tl.constexpr(_SPREAD)
 STEPS = tl.constexpr(_STEPS)
 WHOLE_BITS = tl.constexpr(_WHOLE_BITS)
@@ -30,7 +32,7 @@ def entry_of(entry):
 
 
 @triton.jit
-def first_sum(position):
+def first_sum(position, SPREAD: tl.constexpr):
     """``sample.start_of``."""
     return (position.to(tl.uint32) * SPREAD >> (32 - WHOLE_BITS)).to(tl.int32)
 
@@ -59,13 +61,13 @@ def steps_and_shares(key, threshold):
 
 @triton.jit
 def draw(
-    out_ptr, score, number, inside, position, known_steps,
+    out_ptr, score, number, inside, start, known_steps,
     FIRST_KEY: tl.constexpr, COUNT: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write a sample of ``COUNT`` of more things ``inside``: entries in their order, then -1.
 
     score, number: ``[BLOCK]``, how much each matters and what it is called in its entry.
-    position: decides where the sum of probabilities starts.
+    start: what the sum of probabilities starts from (``first_sum``).
     known_steps: ``[BLOCK]`` int32, steps of weights that things have already.
     """
     # NaN and negative scores count as zero.
@@ -74,7 +76,6 @@ def draw(
     threshold = threshold_steps(tl.histogram(key, KEYS, mask=inside), KEYS, COUNT)
     steps, share = steps_and_shares(key, threshold)
     share = tl.where(inside, share, 0)
-    start = first_sum(position)
     until = start + tl.cumsum(share, axis=0)
     place = ((until - share).to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
     until = (until.to(tl.uint32) >> WHOLE_BITS).to(tl.int32)

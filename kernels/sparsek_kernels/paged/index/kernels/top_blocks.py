@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.sample import draw
+from sparsek_kernels.paged.kernels.sample import SPREAD, draw, first_sum
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 
@@ -142,7 +142,8 @@ def write_top(
     if FIRST_KEY:
         inside = (offs >= first) & (offs < last)
         PLACES: tl.constexpr = triton.next_power_of_2(COUNT)
-        draw(out_ptr, score, offs, inside, position, 0, FIRST_KEY, COUNT, PLACES)
+        start = first_sum(position, SPREAD)
+        draw(out_ptr, score, offs, inside, start, 0, FIRST_KEY, COUNT, PLACES)
     else:
         chosen, rank = best_of(score, first, last, COUNT, BLOCK)
         tl.store(out_ptr + rank, offs, mask=chosen)

@@ -18,6 +18,8 @@ from sparsek_kernels.paged.sample import (
     CELL_BITS,
     CELL_MASK,
     MOST_STEPS,
+    SECOND_SPREAD,
+    SPREAD,
     STEPS,
     draw,
     keys_of,
@@ -137,12 +139,12 @@ def tile_candidates(
     competing = ~not_competing(block, bases, policy).expand_as(scores)
     places = min(policy.listed_blocks, blocks)
     keys = keys_of(scores, policy.listed_blocks, policy.samples * group)
-    return draw(keys.long(), competing, places, _starts(bases, heads))
+    return draw(keys.long(), competing, places, _starts(bases, heads, SPREAD))
 
 
-def _starts(positions: torch.Tensor, heads: int) -> torch.Tensor:
+def _starts(positions: torch.Tensor, heads: int, spread: int) -> torch.Tensor:
     """What sums of probabilities start from, ``[T, Hkv]``.  positions: ``[T]``."""
-    starts = torch.tensor([start_of(position) for position in positions.tolist()])
+    starts = torch.tensor([start_of(position, spread) for position in positions.tolist()])
     return starts[:, None].expand(-1, heads)
 
 
@@ -193,7 +195,7 @@ def rank_blocks(
     bases = first + torch.arange(q.shape[0]) * rule.query_tile
     rows = rule.ranking_samples * q.shape[3]
     keys = keys_of(given.amax(2), rule.scored_blocks, rows).long()
-    found = draw(keys, there, rule.scored_blocks, _starts(bases + 1, listed.shape[1]))
+    found = draw(keys, there, rule.scored_blocks, _starts(bases, listed.shape[1], SECOND_SPREAD))
     drawn = (found & CELL_MASK).where(found >= 0, 0)  # places in the list of candidates
     steps = (steps.gather(-1, drawn) + (found >> CELL_BITS)).clamp(max=MOST_STEPS)
     return torch.where(found < 0, -1, numbers.gather(-1, drawn) + (steps << CELL_BITS))

@@ -152,7 +152,7 @@ def select_tile_reference(
                 there[head, entry % 2**21 - first] = True
                 known[head, entry % 2**21 - first] = entry // 2**21
     rows = policy.ranking_samples * (q.shape[1] // k.shape[1])
-    start = start_reference(_base(positions, policy) + 1)
+    start = start_reference(_base(positions, policy), again=True)
     return draw_by_scores(
         masses[:, first:last],
         start,

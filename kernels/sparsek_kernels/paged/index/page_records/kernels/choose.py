@@ -12,6 +12,7 @@ from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, sees_a
 from sparsek_kernels.paged.kernels.record import SEGMENT, VECTORS
 from sparsek_kernels.paged.kernels.sample import (
     CELL_BITS,
+    SPREAD,
     WHOLE_BITS,
     first_sum,
     steps_and_shares,
@@ -185,7 +186,7 @@ def list_cells_kernel(
         else:
             counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
         threshold = threshold_steps(counts, KEYS, COUNT)
-        total = first_sum(position)
+        total = first_sum(position, SPREAD)
         turn = offs % VECTORS
         ordered = offs - turn + turn % (VECTORS // THREADS) * THREADS + turn // (VECTORS // THREADS)
         for begin in tl.range(first, end, BLOCK):

@@ -16,7 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.sample import CELL_BITS, draw, entry_of
+from sparsek_kernels.paged.kernels.sample import (
+    CELL_BITS,
+    SECOND_SPREAD,
+    draw,
+    entry_of,
+    first_sum,
+)
 from sparsek_kernels.paged.kernels.tiles import NO_KEY, TOP_K, page_of, tile_sees_all, tile_span
 
 
@@ -364,7 +370,8 @@ def rank_blocks_kernel(
         else:
             given = tl.where(first_row % GROUP_PAD == 0, 0.0, given) + tl.sum(shares, axis=1)
             score = tl.maximum(score, given)
+    start = first_sum(base, SECOND_SPREAD)
     draw(
-        out, score, block, listed_here & (entry >= 0), base + 1, tl.maximum(entry, 0) >> CELL_BITS,
+        out, score, block, listed_here & (entry >= 0), start, tl.maximum(entry, 0) >> CELL_BITS,
         FIRST_KEY, SCORED_BLOCKS, WIDTH,
     )  # fmt: skip
