@@ -14,6 +14,8 @@ from .decode import dense_logits
 from .sketches import PAGE, SKETCHES, Pages
 
 CHUNK = 4096
+SPREAD, SECOND_SPREAD = 0.6180339887, 0.4142135624
+"""Pairs of multiples fill a square evenly: a draw does not decide on the draw that follows it."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,8 @@ def _choose(
     mass = _over_rows(logits.softmax(-1).sum(1), rule.rank_by) * candidates
     places = (rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth).round().int()
     least = rule.min_mass * q.shape[1]
-    return _picked(mass * weights, places, rows[:, 0], rule.draws) * weights * (mass > least)
+    picked = _picked(mass * weights, places, rows[:, 0], rule.draws, SECOND_SPREAD)
+    return picked * weights * (mass > least)
 
 
 def _over_rows(share: torch.Tensor, by: str) -> torch.Tensor:
@@ -224,7 +227,11 @@ def _over_rows(share: torch.Tensor, by: str) -> torch.Tensor:
 
 
 def _picked(
-    mass: torch.Tensor, places: torch.Tensor, position: torch.Tensor, draws: bool
+    mass: torch.Tensor,
+    places: torch.Tensor,
+    position: torch.Tensor,
+    draws: bool,
+    spread: float = SPREAD,
 ) -> torch.Tensor:
     """``[H, tiles, blocks]`` fp32: 1 over the probability of blocks that are picked; else 0.
 
@@ -233,6 +240,7 @@ def _picked(
         places: ``[tiles]``, how many are picked.
         position: ``[tiles]``, the first row's; where a sample starts follows from it.
         draws: whether the sample is random; else the largest are picked.
+        spread: what is added to where a sample starts from tile to tile.
     """
     if not draws:
         return _best(mass, places).float()
@@ -245,7 +253,7 @@ def _picked(
     covered = (places >= (mass > 0).sum(-1))[..., None]
     threshold = threshold.gather(-1, sure.clamp(max=size.shape[-1] - 1))
     share = torch.where(covered, (mass > 0).double(), (size / threshold).clamp(max=1.0))
-    start = position.double()[:, None] / 64 * 0.6180339887 % 1.0
+    start = position.double()[:, None] / 64 * spread % 1.0
     until = share.cumsum(-1) + start
     drawn = until.floor() > (until - share).floor()
     return torch.where(drawn & (mass > 0), 1.0 / share, 0.0).float()
