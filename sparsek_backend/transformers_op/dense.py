@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparsek_kernels.fallback import softmax_attention, under_mask
 
 # Without cuDNN: under a mask its gradients can be NaN (pytorch issue 196678).
-_MASKED_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MASKED_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _QUERY_ROWS = 256
 
 
@@ -76,7 +76,7 @@ def _sdpa(
         column = sinks.to(q.dtype)[None, :, None, None].expand(*shape[:3], 1)
         bias = under_mask(q.new_zeros(()), bias).expand(shape)
         bias = torch.cat([bias, column], dim=-1)
-    with sdpa_kernel(_MASKED_SDPA):
+    with sdpa_kernel(MASKED_SDPA):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale
         )

@@ -1,4 +1,4 @@
-"""Block top-k over contiguous keys: as pages for the paged kernels, as indices for gradients."""
+"""Block top-k over contiguous keys: as pages for the paged kernels, as lists for gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from sparsek_backend.transformers_op.tiles import attend_tiles
 from sparsek_kernels.nsa.api import selected_attention
 from sparsek_kernels.paged import (
     Indexer,
@@ -108,6 +109,36 @@ def attend_selected(
     return out.view(*q.shape[:2], *out.shape[1:])
 
 
+def select_entries(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    index: Indexer | None = None,
+) -> torch.Tensor:
+    """What tiles choose, ``[B, tiles, Hkv, S]`` int64: blocks with weights, or -1.
+
+    Arguments are those of :func:`block_indices`.
+    """
+    alone = policy.query_tile == 1
+    decode = policy if alone else SelectionPolicy(sel_block_size=policy.sel_block_size)
+    step = StepPolicy(policy, decode)
+    indexers = default_indexers(step) if index is None else Indexers(index, index)
+    with torch.no_grad(), torch.cuda.device_of(q):
+        k_cache, _, summary, described = _paged(k, v, q.shape[1], step, indexers, decodes=False)
+        per_request = select_blocks(
+            q.flatten(0, 1).to(k_cache.dtype),
+            k_cache,
+            described,
+            step,
+            k_summary=summary,
+            softmax_scale=softmax_scale,
+            indexers=indexers,
+        )
+        return torch.stack(per_request)
+
+
 def block_indices(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -126,33 +157,18 @@ def block_indices(
     """
     batch, num_q = q.shape[:2]
     num_k, heads = k.shape[1], k.shape[2]
-    alone = policy.query_tile == 1
-    decode = policy if alone else SelectionPolicy(sel_block_size=policy.sel_block_size)
-    step = StepPolicy(policy, decode)
-    indexers = default_indexers(step) if index is None else Indexers(index, index)
-    with torch.no_grad(), torch.cuda.device_of(q):
-        k_cache, _, summary, described = _paged(k, v, num_q, step, indexers, decodes=False)
-        per_request = select_blocks(
-            q.flatten(0, 1).to(k_cache.dtype),
-            k_cache,
-            described,
-            step,
-            k_summary=summary,
-            softmax_scale=softmax_scale,
-            indexers=indexers,
-        )
-        position = torch.arange(num_k - num_q, num_k, device=q.device)
-        tile_of_row = position // policy.query_tile
-        tile_of_row = tile_of_row - tile_of_row[0]
-        chosen = torch.stack([rows[tile_of_row] for rows in per_request])  # [B, N, Hkv, top]
-        chosen = torch.where(chosen < 0, -1, chosen & CELL_MASK)  # without weights
-        first, end = (block[:, None] for block in policy.local_range(position))
-        sink = torch.arange(policy.sink_blocks, device=q.device)
-        sink = torch.where(sink < first, sink, -1)
-        local = first + torch.arange(policy.local_blocks, device=q.device)
-        local = torch.where(local < end, local, -1)
-        fixed = torch.cat([sink, local], dim=1)[None, :, None].expand(batch, -1, heads, -1)
-        return torch.cat([fixed, chosen], dim=3).to(torch.int32)
+    entries = select_entries(q, k, v, policy, softmax_scale, index)
+    position = torch.arange(num_k - num_q, num_k, device=q.device)
+    tile_of_row = position // policy.query_tile
+    chosen = entries[:, tile_of_row - tile_of_row[0]]  # [B, N, Hkv, top]
+    chosen = torch.where(chosen < 0, -1, chosen & CELL_MASK)  # without weights
+    first, end = (block[:, None] for block in policy.local_range(position))
+    sink = torch.arange(policy.sink_blocks, device=q.device)
+    sink = torch.where(sink < first, sink, -1)
+    local = first + torch.arange(policy.local_blocks, device=q.device)
+    local = torch.where(local < end, local, -1)
+    fixed = torch.cat([sink, local], dim=1)[None, :, None].expand(batch, -1, heads, -1)
+    return torch.cat([fixed, chosen], dim=3).to(torch.int32)
 
 
 def attend_selected_with_gradient(
@@ -165,6 +181,12 @@ def attend_selected_with_gradient(
     policy = rule.of(q.shape[1])
     indexers = rule.indexers or default_indexers(rule.policy)
     index = indexers.decode if rule.decodes(q.shape[1]) else indexers.prefill
+    if policy.query_tile > 1:
+        entries = select_entries(q, k, v, policy, rule.softmax_scale, index)
+        begin, end = k.shape[1] - q.shape[1], k.shape[1] - leave_out
+        entries = entries[:, : policy.num_tiles(begin, end)]
+        q, k, v = q[:, : end - begin], k[:, :end], v[:, :end]
+        return attend_tiles(q, k, v, entries, policy, rule.softmax_scale, rule.sinks)
     indices = block_indices(q, k, v, policy, rule.softmax_scale, index)
     size = policy.sel_block_size
     if leave_out:

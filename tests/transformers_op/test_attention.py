@@ -15,10 +15,12 @@ from tests.vllm_backend.gate_files import make_gates_folder
 
 import sparsek_backend.transformers_op as sparsek  # isort: skip
 from sparsek_backend.config import ConfigError, SparsityConfig  # isort: skip
-from sparsek_backend.transformers_op import sequences, topk  # isort: skip
+from sparsek_backend.transformers_op import sequences, tiles, topk  # isort: skip
 from sparsek_kernels.fallback import fallback_counts  # isort: skip
-from sparsek_kernels.paged.plan import first_sparse  # isort: skip
+from sparsek_kernels.paged.plan import first_sparse, split_queries  # isort: skip
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy  # isort: skip
+from sparsek_kernels.paged.reference import attend_reference, logs_reference  # isort: skip
+from sparsek_kernels.paged.sample import CELL_BITS  # isort: skip
 
 TOLERANCE = 1e-5
 SPARSE: dict[str, Any] = {
@@ -29,6 +31,8 @@ SPARSE: dict[str, Any] = {
     "top_k": 1,
     "decode_tokens": 64,
 }
+SAMPLED = SPARSE | {"top_k": 3, "sel_block_size": 16}
+"""Tiles draw two blocks beside sinks and window."""
 
 
 def _worst(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -72,11 +76,14 @@ def test_dense_layers_stay_dense() -> None:
     assert _worst(logits(model, "sparsek", ids), dense) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("settings", [SPARSE, SAMPLED], ids=["window", "sample"])
 @pytest.mark.parametrize("dense_last", [0, 10, 64, 400])
 @pytest.mark.parametrize("query_tile", [16, 64])
-def test_training_attends_what_inference_attends(query_tile: int, dense_last: int) -> None:
+def test_training_attends_what_inference_attends(
+    query_tile: int, dense_last: int, settings: dict[str, Any]
+) -> None:
     model, ids = make_model(), tokens(2, 300)
-    configure(model, **SPARSE, query_tile=query_tile, dense_last=dense_last)
+    configure(model, **settings, query_tile=query_tile, dense_last=dense_last)
     without = logits(model, "sparsek", ids)
     with_gradient = model(ids).logits
     assert with_gradient.requires_grad
@@ -141,6 +148,67 @@ def test_gradients_equal_those_of_the_mask(settings: dict[str, Any]) -> None:
     wanted_grads = torch.autograd.grad(wanted, (q, k, v, sinks), upstream)
     for grad, want in zip(grads, wanted_grads, strict=True):
         assert _worst(grad, want) < 1e-4
+
+
+def _lists_and_logs(
+    q: torch.Tensor, k: torch.Tensor, policy: SelectionPolicy, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence's lists, and logs ``[N, Hkv, M]`` float64 of how much its keys count."""
+    num_q, num_k = q.shape[1], k.shape[1]
+    first, last = split_queries(policy, num_q, num_k)
+    entries = topk.select_entries(q[:, first:], k, k, policy, scale)[0]
+    lists, start = iter(entries.tolist()), num_k - num_q
+    logs = torch.ones(num_q, num_k).tril(start).double().log()
+    logs = logs[:, None].repeat(1, k.shape[2], 1)
+    positions = list(range(start + first, start + last))
+    given = (q[0, first:last], k[0], positions, policy, scale)
+    logs[first:last] = logs_reference(*given, lambda *_: next(lists))
+    return entries, logs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("elements", [1, 1 << 17, 1 << 25])
+@pytest.mark.parametrize(("num_q", "query_tile"), [(300, 64), (300, 48), (130, 16), (77, 112)])
+def test_gradients_are_those_of_keys_with_weights(
+    num_q: int,
+    query_tile: int,
+    elements: int,
+    sinks: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "_MOST_ELEMENTS", elements)
+    policy = SelectionPolicy(
+        num_sink=16, window_size=32, top_k=4, sel_block_size=16, query_tile=query_tile, dense_last=9
+    )
+    torch.manual_seed(0)
+    shapes = (2, num_q, 6, 16), (2, 300, 2, 16), (2, 300, 2, 16)
+    q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
+    logits = torch.randn(6).to(dtype).requires_grad_() if sinks else None
+    rule = topk.AttentionRule(StepPolicy.of(policy), 0.5, logits)
+    found = sequences.attend(q, k, v, rule)
+    assert found.dtype == dtype
+    with torch.no_grad():
+        without = sequences.attend(q, k, v, rule)
+    parts = []
+    for row in range(2):
+        mine = q[row : row + 1], k[row : row + 1]
+        with torch.no_grad():
+            entries, logs = _lists_and_logs(*mine, policy, 0.5)
+        assert (entries >> CELL_BITS).max() > 16, "some blocks count for more than one"
+        given = (q[row], k[row], v[row], logs > -torch.inf, 0.5, logits, logs)
+        parts.append(attend_reference(*given))
+    wanted = torch.stack(parts)
+    near = TOLERANCE if dtype == torch.float32 else 0.02
+    assert _worst(found, without) < near
+    assert _worst(found, wanted) < near
+    upstream = torch.randn_like(found)
+    inputs = (q, k, v) if logits is None else (q, k, v, logits)
+    grads = torch.autograd.grad(found, inputs, upstream)
+    wanted_grads = torch.autograd.grad(wanted, inputs, upstream.double())
+    for grad, want in zip(grads, wanted_grads, strict=True):
+        assert _worst(grad, want) < near * max(want.abs().max().item(), 1.0)
 
 
 def test_a_single_query_with_gradients_attends_as_a_prompt_does() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek_backend.transformers_op import topk
-from sparsek_kernels.paged import InfLLM, SelectionPolicy
+from sparsek_backend.transformers_op import sequences, tiles, topk
+from sparsek_kernels.paged import InfLLM, SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.sample import CELL_BITS
 from tests.transformers_op.tiny import configure, logits, make_model, tokens, visible
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +61,35 @@ def test_training_sees_what_inference_sees(model: Any, settings: dict[str, Any])
     grads = [x.grad for x in model.parameters() if x.grad is not None]
     assert grads
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 25])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_training_sees_the_weights_that_inference_sees(
+    sinks: bool, dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has the gradients of a CPU."""
+    monkeypatch.setattr(tiles, "_MOST_ELEMENTS", elements)
+    policy = SelectionPolicy(num_sink=16, window_size=32, top_k=4, sel_block_size=16)
+    torch.manual_seed(0)
+    shapes = (2, 300, 8, 64), (2, LENGTH, 2, 64), (2, LENGTH, 2, 64), (8,)
+    q, k, v, logits = (torch.randn(x).to("cuda", dtype).requires_grad_() for x in shapes)
+    rule = topk.AttentionRule(StepPolicy.of(policy), 0.125, logits if sinks else None)
+    entries = topk.select_entries(q, k, v, policy, 0.125)
+    assert (entries >> CELL_BITS).max() > 16, "some blocks count for more than one"
+    found = sequences.attend(q, k, v, rule)
+    with torch.no_grad():
+        _close(found, sequences.attend(q, k, v, rule))
+    inputs = (q, k, v, logits) if sinks else (q, k, v)
+    upstream = torch.randn_like(found)
+    given = (entries.cpu(), policy, 0.125, logits.cpu().float() if sinks else None)
+    wanted = tiles.attend_tiles(*(x.cpu().float() for x in (q, k, v)), *given)
+    _close(found.cpu(), wanted)
+    grads = torch.autograd.grad(found, inputs, upstream)
+    wanted_grads = torch.autograd.grad(wanted, inputs, upstream.cpu().float())
+    for grad, want in zip(grads, wanted_grads, strict=True):
+        _close(grad, want)
 
 
 @pytest.mark.parametrize("queries", [1, 300])

@@ -25,7 +25,7 @@ _DENSE_ROWS = 512
 """Queries that a dense prefill with a prefix handles at once: bounds its mask."""
 
 
-def _sdpa(
+def attend_gathered(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -97,7 +97,7 @@ def attend_tiles(
         logs = logs.repeat_interleave(policy.sel_block_size, dim=-1).unsqueeze(2)
         logs = F.pad(logs, (0, group.num_keys - logs.shape[-1])).to(q.dtype)
         bias = logs if bias is None else bias + logs
-    return _sdpa(q, k, v, bias, operands.softmax_scale, operands.sinks)
+    return attend_gathered(q, k, v, bias, operands.softmax_scale, operands.sinks)
 
 
 def attend_dense(
@@ -136,7 +136,9 @@ def attend_dense(
             future = torch.ones(end - begin, keys, dtype=torch.bool).triu_(keys - end + begin + 1)
             bias = torch.zeros(future.shape).masked_fill_(future, float("-inf"))[None, None]
         rows = q[begin:end].permute(1, 2, 0, 3).unsqueeze(0)
-        out = _sdpa(rows, k[None, :, :keys], v[None, :, :keys], bias, softmax_scale, sinks)
+        out = attend_gathered(
+            rows, k[None, :, :keys], v[None, :, :keys], bias, softmax_scale, sinks
+        )
         parts.append(out[0].permute(2, 0, 1, 3))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
