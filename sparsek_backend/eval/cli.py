@@ -179,7 +179,7 @@ def measure_mass(
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "mass",
 ) -> None:
-    """Measure how much of the attention a selection catches, by layer.
+    """Measure how close a selection comes to dense attention, by layer.
 
     Writes a CSV and a plot, by layer and KV head. The model reads the first of the prompts through
     Transformers, on a GPU if there is one.

@@ -1,8 +1,9 @@
-"""How much of the exact attention a selection catches, for each layer and KV head.
+"""How close a selection comes to exact attention, for each layer and KV head.
 
 A model reads one prompt through Transformers, densely.  In every layer the softmax weights of some
 queries are summed over blocks: their exact block masses.  A selection catches the masses of the
-blocks that it attends; the best choice of as many blocks would catch most.
+blocks that it attends; the best choice of as many blocks would catch most.  A selection that is
+drawn catches less, but stands for the rest too: its error says how far outputs are off.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch
 
 from sparsek_backend.extras import needing
 from sparsek_backend.pyplot import import_pyplot, write_figure
+from sparsek_kernels.paged.attend.cpu_parts import blocks_and_logs
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 PHASES = ("prefill", "decode")
 """Phases of a selection: a tile of a prompt shares one, each decoded token has its own."""
-COLUMNS = ("phase", "layer", "kv_head", "caught", "best", "attended")
+COLUMNS = ("phase", "layer", "kv_head", "caught", "best", "attended", "error")
 Record: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """Gets a layer's index, q ``[1, N, Hq, D]``, k and v ``[1, N, Hkv, D]``, and the softmax scale."""
 _ROWS = 128
@@ -42,14 +44,51 @@ def block_masses(
         rows: ``[R]`` positions of the queries wanted.
         size: tokens in a block.
     """
-    length, heads = k.shape[:2]
-    chosen = q[rows].float().unflatten(1, (heads, -1))  # [R, Hkv, G, D]
-    logits = torch.einsum("rhgd,nhd->rhgn", chosen, k.float()) * softmax_scale
-    future = torch.arange(length, device=q.device) > rows[:, None, None, None]
-    weights = logits.masked_fill(future, float("-inf")).softmax(-1).mean(2)  # [R, Hkv, N]
-    padded = torch.nn.functional.pad(weights, (0, -length % size))
+    weights = _logits(q, k, rows, softmax_scale).softmax(-1).mean(2)  # [R, Hkv, N]
+    padded = torch.nn.functional.pad(weights, (0, -len(k) % size))
     masses: torch.Tensor = padded.unflatten(-1, (-1, size)).sum(-1)
     return masses
+
+
+def _logits(
+    q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """``[R, Hkv, G, N]`` float32 of some queries, -inf of later keys."""
+    chosen = q[rows].float().unflatten(1, (k.shape[1], -1))  # [R, Hkv, G, D]
+    logits = torch.einsum("rhgd,nhd->rhgn", chosen, k.float()) * softmax_scale
+    future = torch.arange(len(k), device=q.device) > rows[:, None, None, None]
+    return logits.masked_fill(future, float("-inf"))
+
+
+def output_error(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    logs: torch.Tensor,
+    *,
+    size: int,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """How far outputs are off, ``[Hkv]``: the norm of the difference over dense attention's.
+
+    Args:
+        q: ``[N, Hq, D]``; k: ``[N, Hkv, D]``; v: ``[N, Hkv, Dv]``, the same positions.
+        rows: ``[R]`` positions of the queries wanted.
+        logs: ``[R, Hkv, blocks]`` natural logs of the blocks' weights; -inf: not attended.
+        size: tokens in a block.
+        softmax_scale: factor of ``q . k``.
+    """
+    squares = torch.zeros(2, k.shape[1], device=q.device)
+    for some, weights in zip(rows.split(_ROWS // 4), logs.split(_ROWS // 4), strict=True):
+        logits = _logits(q, k, some, softmax_scale)
+        more = weights.repeat_interleave(size, -1)[:, :, None, : len(k)]
+        exact, found = (
+            torch.einsum("rhgn,nhd->rhgd", x.softmax(-1), v.float())
+            for x in (logits, logits + more)
+        )
+        squares += torch.stack([(found - exact).square(), exact.square()]).sum((1, 3, 4))
+    return (squares[0] / squares[1]).sqrt()
 
 
 def measure(
@@ -59,8 +98,8 @@ def measure(
     policy: SelectionPolicy,
     softmax_scale: float,
     index: Indexer | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Caught and best mass, and the attended share of the keys, each ``[Hkv]``.
+) -> tuple[torch.Tensor, ...]:
+    """Caught and best mass, the attended share of the keys, and the outputs' error, each ``[Hkv]``.
 
     They are of one layer's queries that do not see everything.
 
@@ -72,7 +111,7 @@ def measure(
     Raises:
         ValueError: the budget covers the context, so that there is nothing to select.
     """
-    from sparsek_backend.transformers_op.topk import block_indices
+    from sparsek_backend.transformers_op.topk import select_entries
 
     length, size = q.shape[1], policy.sel_block_size
     end, _ = policy.last_rows(length, length)  # behind it the prompt's dense end
@@ -86,19 +125,25 @@ def measure(
     rows = torch.linspace(first, end - 1, min(_ROWS, end - first)).long().to(q.device)
     masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)
     blocks = masses.shape[-1]
-    indices = block_indices(q, k, v, policy, softmax_scale, index)[0, rows].long()  # [R, Hkv, S]
-    attended = masses.new_zeros((*masses.shape[:2], blocks + 1), dtype=torch.bool)
-    attended = attended.scatter_(2, indices + 1, True)[..., 1:]  # the first takes the -1 of none
+    number = torch.arange(blocks, device=q.device)
+    begin, end = (x[:, None, None] for x in policy.local_range(rows))
+    forced = (number < policy.sink_blocks) | ((number >= begin) & (number < end))
+    entries = select_entries(q, k, v, policy, softmax_scale, index)[0]
+    chosen, weights = blocks_and_logs(entries[rows // policy.query_tile])  # [R, Hkv, S]
+    chosen = chosen.where(weights > -torch.inf, blocks)  # places left over: behind the last block
+    logs = torch.full((*masses.shape[:2], blocks + 1), -torch.inf, device=q.device)
+    logs = logs.scatter_(2, chosen, weights)[..., :-1].masked_fill(forced, 0.0)
+    attended = logs > -torch.inf
     caught = (masses * attended).sum(-1)
+    error = output_error(q[0], k[0], v[0], rows, logs, size=size, softmax_scale=softmax_scale)
     seen = rows[:, None] + 1 - size * torch.arange(blocks, device=q.device)  # keys of each block
     share = (attended * seen.clamp(0, size)[:, None]).sum(-1) / (rows[:, None] + 1)
     ranges = torch.tensor([policy.candidate_range(i) for i in rows.tolist()], device=q.device)
     begin, end = ranges[:, None].split(1, -1)  # [R, 1, 1]
-    number = torch.arange(blocks, device=q.device)
     competing = masses * ((number >= begin) & (number < end))
     chosen = competing.topk(min(policy.scored_blocks, blocks), dim=-1).values.sum(-1)
     best = (masses - competing).sum(-1) + chosen
-    return caught.mean(0), best.mean(0), share.mean(0)
+    return caught.mean(0), best.mean(0), share.mean(0), error
 
 
 def measure_model(
@@ -117,7 +162,7 @@ def measure_model(
     Returns:
         A row for each layer, phase and KV head, means over queries and query heads: shares of the
         exact mass that the selection catches, and that the best choice of as many blocks would;
-        share of the keys that is attended.
+        share of the keys that is attended; how far outputs are off, relatively.
 
     Raises:
         ImportError: Transformers is not installed.
@@ -134,8 +179,8 @@ def measure_model(
         rules = (policy.prefill, policy.decode)
         for phase, rule, index in zip(PHASES, rules, (lists, None), strict=True):
             shares = torch.stack(measure(q, k, v, rule, scale, index), 1).tolist()
-            for head, three in enumerate(shares):
-                found.append(dict(zip(COLUMNS, (phase, layer, head, *three), strict=True)))
+            for head, four in enumerate(shares):
+                found.append(dict(zip(COLUMNS, (phase, layer, head, *four), strict=True)))
 
     read_layers(model, ids, record)
     return found
@@ -144,23 +189,24 @@ def measure_model(
 def mean_of(rows: Sequence[Mapping[str, Any]], phase: str) -> str:
     """What a phase catches, in words: means over layers and KV heads."""
     members = [row for row in rows if row["phase"] == phase]
-    caught, best, attended = (fmean(row[name] for row in members) for name in COLUMNS[3:])
-    return f"{phase}: {caught:.4f} of the attention, {best:.4f} possible, {attended:.1%} of keys"
+    caught, best, attended, error = (fmean(row[name] for row in members) for name in COLUMNS[3:])
+    return (
+        f"{phase}: outputs off by {error:.1%}, {attended:.1%} of keys, {caught:.4f} of the "
+        f"attention, {best:.4f} possible"
+    )
 
 
 def plot_masses(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Path:
-    """Draw a heat map for each phase: the caught share for each layer and KV head."""
+    """Draw a heat map for each phase: how far outputs are off, for each layer and KV head."""
     pyplot = import_pyplot()
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     heads = 1 + max(row["kv_head"] for row in rows)
     size = (4.5 + 0.6 * heads, 2.0 + 0.22 * len(layers))
     figure, axes = pyplot.subplots(1, len(PHASES), figsize=size, layout="constrained")
     for axis, phase in zip(axes, PHASES, strict=True):
-        caught = np.array([row["caught"] for row in rows if row["phase"] == phase])
-        image = axis.imshow(
-            caught.reshape(-1, heads), vmin=min(0.5, caught.min()), vmax=1.0, aspect="auto"
-        )
-        axis.set_title(mean_of(rows, phase).replace(", ", "\n", 1), fontsize=9)
+        error = np.array([row["error"] for row in rows if row["phase"] == phase])
+        image = axis.imshow(error.reshape(-1, heads), vmin=0.0, aspect="auto")
+        axis.set_title(mean_of(rows, phase).replace("keys, ", "keys\n", 1), fontsize=9)
         axis.set_xticks(range(heads))
         axis.set_yticks(range(len(layers)), map(str, layers), fontsize=7)
         axis.set_xlabel("KV head")
