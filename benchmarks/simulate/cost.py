@@ -52,7 +52,8 @@ def cost(
     between, always = near - 1, 1 + (own - near + 1).clamp(min=0)
     chosen = between
     if rule.scores != "dense":
-        places = (rule.blocks * ((first + 1) / 16384) ** rule.growth).round()
+        most = rule.blocks if rule.ranks else rule.candidates
+        places = (most * ((first + 1) / 16384) ** rule.growth).round()
         chosen = torch.minimum(between, places)
     attended = chosen + always
 
@@ -66,7 +67,7 @@ def cost(
     if rule.scores not in ("all", "dense"):
         parts["name"] = _vectors(rule.scores) * own / rule.name_stride
         reads += scan(rule.scores, rule.tile / rule.name_stride)
-    if rule.scores != "dense":
+    if rule.scores != "dense" and rule.ranks:
         rows = min(rule.rank_rows, rule.tile)
         whole = rule.scores == "all"
         listed = between if whole else between.clamp(max=rule.candidates)

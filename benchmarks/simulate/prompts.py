@@ -31,12 +31,14 @@ class PromptRule:
         tile: consecutive queries that share a choice.
         candidates: blocks among which ``ranks`` chooses.
         name_stride: of so many rows the last names candidates.
-        name_by: what a candidate counts: the ``sum`` of what rows give it, or the ``largest``.
+        name_by: what a candidate counts: the ``sum`` of what rows give it, the ``largest``, or
+            ``squares``, the root of the mean square.
+        name_sums: whether a block of a sketch of exact means counts by the sum of its vectors.
         ranks: what ranks candidates.  ``exact``: their masses by the logits of their keys.  A
             sketch, or ``page``: their masses by its logits, beside those of the keys of sinks and
-            window.
+            window.  Empty: nothing does, and all ``candidates`` are attended.
         rank_rows: rows of a tile, evenly spaced, whose masses rank.
-        rank_by: what a block counts, as ``name_by``; ``squares``: the root of the mean square.
+        rank_by: what a block counts, as ``name_by``.
         draws: whether blocks are drawn by what they count.  The largest are chosen for certain, and
             one that was not likely to be drawn stands for as many as it (Madow and Madow 1944).
         draws_candidates: whether candidates are drawn too, by what names them.
@@ -58,7 +60,8 @@ class PromptRule:
     tile: int = 64
     candidates: int = 192
     name_stride: int = 4
-    name_by: Literal["sum", "largest"] = "sum"
+    name_by: Literal["sum", "largest", "squares"] = "sum"
+    name_sums: bool = False
     ranks: str = "exact"
     rank_rows: int = 32
     rank_by: Literal["sum", "largest", "squares"] = "largest"
@@ -76,7 +79,7 @@ class PromptRule:
         """Refuse what has no meaning."""
         for name, others in (
             ("scores", ("page", "all", "dense")),
-            ("ranks", ("page", "exact")),
+            ("ranks", ("page", "exact", "")),
             ("tail", ("page", "variance", "")),
         ):
             if (found := getattr(self, name)) not in (*others, *SKETCHES):
@@ -206,6 +209,8 @@ def _choose(
         places = torch.full_like(rows[:, 0], rule.candidates)
         weights = _picked(share * between, places, rows[:, 0], rule.draws_candidates) * between
         candidates = weights > 0
+    if not rule.ranks:
+        return weights
     step = rule.tile // min(rule.rank_rows, rule.tile)
     ranked = slice(step - 1, None, step)
     logits = _logits(rule, "exact", pages, q, k, rows, ranked)
@@ -299,7 +304,7 @@ def _logits(
         base = scale * (flat.float() @ vectors.centre[:, :blocks].mT) + math.log(sketch.keys)
         if rule.variance:
             base += pages.gain(flat[:, None], scale, sketch.keys)[:, 0, :, :blocks, 0]
-        x, largest = vectors.rest[:, :blocks], sketch.bits == 0
+        x, largest = vectors.rest[:, :blocks], sketch.bits == 0 and not rule.name_sums
         made = block_logits(flat, x, scale, base=base, largest=largest)
     return F.pad(made, (0, blocks - made.shape[-1])).unflatten(1, query.shape[1:4])
 

@@ -47,6 +47,7 @@ class Sketch:
 SKETCHES = {
     "m2": Sketch(2, 0),
     "m4": Sketch(4, 0),
+    "m8": Sketch(8, 0),
     "m16": Sketch(16, 0),
     "i4": Sketch(4, 4, centred=False),
     "p4": Sketch(4, 4),

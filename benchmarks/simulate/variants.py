@@ -229,6 +229,27 @@ def _drawn() -> list[Variant]:
     return [*tokens, *(Variant(name, prompt=rule) for name, rule in rules.items())]
 
 
+def _one_step() -> list[Variant]:
+    """Blocks that are drawn by means of keys alone, beside those that real keys rank."""
+    twice = PromptRule("m16", dense_last=1024, draws=True, draws_candidates=True)
+    once = replace(twice, candidates=144, ranks="")
+    rules = {
+        "96 of 192 drawn twice": twice,
+        "128 of 256 drawn twice 16 rows": replace(twice, blocks=128, candidates=256, rank_rows=16),
+        "128 drawn": replace(once, candidates=128),
+        "144 drawn": once,
+        "144 drawn m8": replace(once, scores="m8"),
+        "144 drawn m4": replace(once, scores="m4"),
+        "144 drawn sums": replace(once, name_sums=True),
+        "144 drawn m8 sums": replace(once, scores="m8", name_sums=True),
+        "144 drawn m4 sums": replace(once, scores="m4", name_sums=True),
+        "144 drawn m8 squares": replace(once, scores="m8", name_by="squares"),
+        "144 drawn m8 largest": replace(once, scores="m8", name_by="largest"),
+        "176 drawn m8": replace(once, scores="m8", candidates=176),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -239,4 +260,5 @@ SETS = {
     "corrections": _corrections(),
     "spared": _spared(),
     "drawn": _drawn(),
+    "one_step": _one_step(),
 }

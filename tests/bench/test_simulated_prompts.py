@@ -59,6 +59,20 @@ def test_a_prompts_tiles_attend_the_blocks_of_their_largest_masses(scores: str) 
     assert attended.item() < 1101 / 2
 
 
+@pytest.mark.parametrize("sums", [False, True])
+def test_one_step_attends_the_candidates(sums: bool) -> None:
+    drawn = draw(1100, 1100)
+    one_step = replace(PROMPT, ranks="", scores="m8", name_sums=sums)
+    out, _ = prompts.attend(replace(one_step, candidates=20), *drawn)
+    close(out, dense_attention(*drawn))
+    _, few = prompts.attend(replace(one_step, candidates=3), *drawn)
+    _, ranked = prompts.attend(PROMPT, *drawn)
+    assert few == ranked  # of three blocks, too
+    parts, _ = cost(replace(one_step, candidates=3), 4096)
+    assert "rank" not in parts
+    assert parts["attend"] == cost(PROMPT, 4096)[0]["attend"]
+
+
 def test_a_mass_too_small_is_left_out() -> None:
     drawn = draw(1100, 1100)
     _, all_of_it = prompts.attend(PROMPT, *drawn)
