@@ -36,7 +36,7 @@ def _decoded(rule: DecodeRule, drawn: Tensors) -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize("scores", ["exact", "dense", *SKETCHES])
 def test_a_budget_over_the_context_is_dense(scores: str) -> None:
     drawn = draw(5, 700)
-    cell = 16 if "16" in scores else 4
+    cell = max(SKETCHES[scores].keys if scores in SKETCHES else 4, 4)
     out, attended = _decoded(DecodeRule(scores, tokens=1024, cell=cell, window=128), drawn)
     torch.testing.assert_close(out, dense_attention(*drawn))
     assert attended == 698
