@@ -119,7 +119,13 @@ def select_entries(
 ) -> torch.Tensor:
     """What tiles choose, ``[B, tiles, Hkv, S]`` int64: blocks with weights, or -1.
 
-    Arguments are those of :func:`block_indices`.
+    The queries are the last N tokens, and none of them sees everything.
+
+    Args:
+        q: ``[B, N, Hq, D]``; k, v: ``[B, M, Hkv, D]``.
+        policy: what the queries attend.
+        softmax_scale: factor of ``q . k``.
+        index: what chooses; default: that of :func:`default_indexers`.
     """
     alone = policy.query_tile == 1
     decode = policy if alone else SelectionPolicy(sel_block_size=policy.sel_block_size)

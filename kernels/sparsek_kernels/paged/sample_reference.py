@@ -152,7 +152,8 @@ def draw_by_scores(
     shares = torch.where(there, share_reference(steps), 0)
     entries = []
     for mine, more, some in zip(steps, known, there, strict=True):
-        drawn = [i for i in order if some[i] and count]
+        may = some.tolist()
+        drawn = [i for i in order if may[i] and count]
         entries.append(draw_reference(mine, start, count, first, drawn, more))
     return Choice(scores, keys, steps, shares, start, entries, first, rows, order, there, known)
 
@@ -187,7 +188,8 @@ def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: flo
     found = [(entry & ((1 << 21) - 1)) - choice.first for entry in filled]
     if found and not 0 <= min(found) <= max(found) < len(scores):
         return "cells that do not compete"
-    order = [cell for cell in choice.order if choice.there[head, cell]]
+    may = choice.there[head].tolist()
+    order = [cell for cell in choice.order if may[cell]]
     place = {cell: n for n, cell in enumerate(order)}
     if not set(found) <= set(place):
         return "cells that do not compete"

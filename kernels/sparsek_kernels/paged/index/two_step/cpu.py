@@ -72,8 +72,8 @@ def _select_group(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of neighbouring tiles of one request, ``[tiles, Hkv, scored_blocks]`` int64, and
-    before them those of their candidates.
+    """Entries of the candidates of neighbouring tiles of one request, ``[tiles, Hkv, at most
+    listed_blocks]`` int64, and of their blocks, ``[tiles, Hkv, scored_blocks]`` int64.
 
     Args:
         q: ``[n, Hkv, G, D]``, the tiles' queries, from ``position`` on.
