@@ -233,19 +233,47 @@ def _one_step() -> list[Variant]:
     """Blocks that are drawn by means of keys alone, beside those that real keys rank."""
     twice = PromptRule("m16", dense_last=1024, draws=True, draws_candidates=True)
     once = replace(twice, candidates=144, ranks="")
+    all_exact = replace(twice, scores="all", blocks=144)
+    best = replace(twice, draws=False, draws_candidates=False)
+    m4 = replace(once, scores="m4")
     rules = {
+        "96 of 192": best,
         "96 of 192 drawn twice": twice,
-        "128 of 256 drawn twice 16 rows": replace(twice, blocks=128, candidates=256, rank_rows=16),
-        "128 drawn": replace(once, candidates=128),
+        "144 of 288 drawn twice": replace(twice, blocks=144, candidates=288),
+        "144 of all drawn": all_exact,
+        "144 by p2dr drawn": replace(all_exact, ranks="p2dr", variance=True),
+        "144": replace(once, draws_candidates=False),
         "144 drawn": once,
-        "144 drawn m8": replace(once, scores="m8"),
-        "144 drawn m4": replace(once, scores="m4"),
-        "144 drawn sums": replace(once, name_sums=True),
-        "144 drawn m8 sums": replace(once, scores="m8", name_sums=True),
-        "144 drawn m4 sums": replace(once, scores="m4", name_sums=True),
-        "144 drawn m8 squares": replace(once, scores="m8", name_by="squares"),
+        "192 drawn": replace(once, candidates=192),
+        "144 drawn 64 rows": replace(once, name_stride=1),
+        "144 drawn tile 32": replace(once, tile=32),
+        "144 drawn squares": replace(once, name_by="squares"),
+        "144 drawn largest": replace(once, name_by="largest"),
         "144 drawn m8 largest": replace(once, scores="m8", name_by="largest"),
-        "176 drawn m8": replace(once, scores="m8", candidates=176),
+        "144 drawn m4": m4,
+        "144 drawn m4 squares": replace(m4, name_by="squares"),
+        "144 drawn m4 largest": replace(m4, name_by="largest"),
+        "144 drawn m4 sums largest": replace(m4, name_by="largest", name_sums=True),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
+def _named() -> list[Variant]:
+    """What names the candidates of blocks that are drawn twice, and how many there are of both."""
+    twice = PromptRule("m16", dense_last=1024, draws=True, draws_candidates=True)
+    m8 = replace(twice, scores="m8", name_by="largest")
+    rules = {
+        "96 of 192": twice,
+        "96 of 192 largest": replace(twice, name_by="largest"),
+        "96 of 192 m8": replace(twice, scores="m8"),
+        "96 of 192 m8 largest": m8,
+        "96 of 192 m4 largest": replace(m8, scores="m4"),
+        "96 of 144 m8 largest": replace(m8, candidates=144),
+        "128 of 192 m8 largest": replace(m8, blocks=128),
+        "128 of 192": replace(twice, blocks=128),
+        "144 of 192": replace(twice, blocks=144),
+        "96 of 288": replace(twice, candidates=288),
+        "144 of 288": replace(twice, blocks=144, candidates=288),
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
@@ -261,4 +289,5 @@ SETS = {
     "spared": _spared(),
     "drawn": _drawn(),
     "one_step": _one_step(),
+    "named": _named(),
 }
