@@ -34,9 +34,9 @@ from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.chosen import Chosen  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
 from sparsek_kernels.paged.index import launch as index_launch  # noqa: E402
+from sparsek_kernels.paged.index.cell_means import launch as cell_means_launch  # noqa: E402
+from sparsek_kernels.paged.index.cell_means import launch_scores  # noqa: E402
 from sparsek_kernels.paged.index.page_records import launch as records_launch  # noqa: E402
-from sparsek_kernels.paged.index.two_step import launch as two_step_launch  # noqa: E402
-from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores  # noqa: E402
 from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402
 from sparsek_kernels.paged.pages import summary_bytes  # noqa: E402
 from sparsek_kernels.paged.plan import Segment  # noqa: E402
@@ -132,7 +132,6 @@ def portable_kernels() -> Iterator[None]:
         for module, name in (
             (attend_launch, "prefill_config"),
             (launch_scores, "score_config"),
-            (launch_probabilities, "listed_config"),
         ):
             configure = getattr(module, name)
 
@@ -323,9 +322,9 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
 
         operands = PagedOperands(q, *cache[:2], out, DIM**-0.5, cache[2])
         segment = Segment(batch, POLICY)
-        select = functools.partial(two_step_launch.select, operands, segment)
+        select = functools.partial(cell_means_launch.select, operands, segment)
         attend = functools.partial(attend_launch.attend_segment, operands, segment, select())
-        everything = functools.partial(choose_and_attend, two_step_launch, operands, segment)
+        everything = functools.partial(choose_and_attend, cell_means_launch, operands, segment)
         for kind, fn, options in (
             ("score_config", select, scores),
             ("prefill_config", attend, attends),

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from sparsek_backend.field_types import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.field_types import MAX_TOKENS as MAX_TOKENS
 from sparsek_backend.field_types import Blocks, Count, Layers, Pairs, Positive
 from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, invalid_fields, shown
@@ -82,7 +81,7 @@ class SparsityConfig(BaseModel):
     sel_block_size: Positive = 64
     """Tokens in a block, a multiple of 16. It must divide the KV page (64 tokens on a GPU, 128 on a
     CPU, or `--block-size`) or be a multiple of it."""
-    top_k: Blocks = 96
+    top_k: Blocks = 144
     """Blocks that a prefill tile selects beyond sinks and window, per KV head. Without effect with
     `query_tile` 1 or `sparse_phase` `decode`."""
     decode_tokens: Pairs = DECODE_TOKENS

@@ -6,13 +6,11 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from sparsek_kernels.paged.policy import CELL
+from sparsek_kernels.paged.policy import CELL, MOST_BLOCKS
 from sparsek_kernels.paged.sample import MOST_CELLS
 
 MAX_TOKENS = 2**31 - 1
 """Positions are 32-bit integers."""
-MAX_BLOCKS = 2**20
-"""Most blocks that a query may select; room for their indices is kept for every query."""
 
 
 def _no_booleans(value: object) -> object:
@@ -39,7 +37,7 @@ _Integer = Annotated[int, BeforeValidator(_no_booleans)]
 Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
 Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
 Pairs = Annotated[_Integer, Field(ge=2, le=CELL * MOST_CELLS)]
-Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
+Blocks = Annotated[_Integer, Field(gt=0, le=MOST_BLOCKS)]
 Layers = Annotated[
     int | tuple[int, ...], BeforeValidator(_layer_count_or_indices), Field(examples=[2, [0, 1, 5]])
 ]

@@ -235,17 +235,20 @@ def _one_step() -> list[Variant]:
     once = replace(twice, candidates=144, ranks="")
     rules = {
         "96 of 192 drawn twice": twice,
-        "128 of 256 drawn twice 16 rows": replace(twice, blocks=128, candidates=256, rank_rows=16),
+        "144 of 288 drawn twice": replace(twice, blocks=144, candidates=288),
         "128 drawn": replace(once, candidates=128),
         "144 drawn": once,
-        "144 drawn m8": replace(once, scores="m8"),
-        "144 drawn m4": replace(once, scores="m4"),
+        "176 drawn": replace(once, candidates=176),
+        "144 drawn 32 rows": replace(once, name_stride=2),
+        "144 drawn squares": replace(once, name_by="squares"),
+        "144 drawn largest": replace(once, name_by="largest"),
         "144 drawn sums": replace(once, name_sums=True),
-        "144 drawn m8 sums": replace(once, scores="m8", name_sums=True),
+        "144 drawn variance": replace(once, variance=True),
+        "144 drawn variance squares 32 rows": replace(
+            once, variance=True, name_by="squares", name_stride=2
+        ),
+        "144 drawn m8": replace(once, scores="m8"),
         "144 drawn m4 sums": replace(once, scores="m4", name_sums=True),
-        "144 drawn m8 squares": replace(once, scores="m8", name_by="squares"),
-        "144 drawn m8 largest": replace(once, scores="m8", name_by="largest"),
-        "176 drawn m8": replace(once, scores="m8", candidates=176),
     }
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 

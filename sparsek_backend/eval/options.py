@@ -19,7 +19,7 @@ from sparsek_backend.eval.ruler import make_ruler_prompts, read_tasks
 from sparsek_backend.eval.tasks import TASKS, make_prompts, read_texts
 from sparsek_backend.models import fetch_texts
 
-_ON_GPU: dict[str, Any] = {"arms": "block_topk:96", "length": 16384, "samples": 100}
+_ON_GPU: dict[str, Any] = {"arms": "block_topk:144", "length": 16384, "samples": 100}
 _ON_CPU: dict[str, Any] = {"arms": "block_topk:16,decode_tokens=512", "length": 4096, "samples": 2}
 """Prompts enough for differences of a few points; few enough for an hour."""
 _HERE = _ON_GPU if torch.cuda.is_available() else _ON_CPU

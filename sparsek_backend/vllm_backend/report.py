@@ -117,7 +117,7 @@ def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> 
     if config.query_tile > 1:
         chosen = (
             f"every {config.query_tile} queries of a prefill choose blocks by means of "
-            f"{CELL_SIZE} rotated keys and then by attention to keys of those drawn; {chosen}"
+            f"{CELL_SIZE} rotated keys; {chosen}"
         )
     return (
         f"SPARSEK follows the model's sparse_config (InfLLM-v2): {model.init_blocks} initial, "

@@ -24,7 +24,7 @@ from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.reference import candidates_reference, select_tile_reference
+from sparsek_kernels.paged.reference import select_tile_reference
 from sparsek_kernels.paged.sample import CELL_BITS
 
 SMALL: dict[str, Param] = {
@@ -177,28 +177,25 @@ def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
     inputs = make_inputs(Case("t", parse_spec("q1k"), {**SMALL, "top_k": 8}), CPU)
     tile, policy = prefill_tiles(inputs)[-1], replace(inputs.policy, top_k=3)
     rule = (*inputs.of_tile(tile), policy, inputs.softmax_scale)
-    listed = torch.tensor(candidates_reference(*rule).entries[0])
-    chosen = torch.tensor(select_tile_reference(*rule, [listed.tolist()]).entries[0])
+    chosen = torch.tensor(select_tile_reference(*rule).entries[0])
     assert int((chosen >= 0).sum()) > 1
 
-    def verdict(chosen: torch.Tensor, listed: torch.Tensor = listed) -> str:
-        return wrong_selection(chosen, listed, inputs, tile, policy)
+    def verdict(chosen: torch.Tensor) -> str:
+        return wrong_selection(chosen, inputs, tile, policy)
 
     assert not verdict(chosen)
     assert "order" in verdict(chosen.flip(0).where(chosen >= 0, -1))
     assert "is not drawn" in verdict(torch.cat([chosen[1:], chosen.new_tensor([-1])]))
     assert verdict(chosen % (1 << CELL_BITS))
-    assert "is not drawn" in verdict(chosen, torch.cat([listed[1:], listed.new_tensor([-1])]))
 
 
-def test_the_cost_of_choosing_counts_means_and_lists() -> None:
+def test_the_cost_of_choosing_counts_means() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=64, top_k=2)
     products, keys = scoring_cost(policy, [(0, 512), (512, 1024)])
     sparse = [base for base in range(0, 1024, 64) if not policy.sees_all(base)]
-    lists = [64 * (1 + 2 + min(2, base // 64 - 2)) for base in sparse]
     means = sum(16 * (base // 16) for base in sparse)  # 16 samples, cells before the tile's block
-    assert products == means + sum(32 * length for length in lists)
-    assert keys == 512 + 1024 + sum(lists)
+    assert products == means
+    assert keys == 512 + 1024
 
 
 def test_max_len_is_the_longest_context_that_a_launch_must_serve() -> None:

@@ -12,14 +12,14 @@ from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer, Indexers
+from sparsek_kernels.paged.index.cell_means import CellMeans
+from sparsek_kernels.paged.index.cell_means import launch as cell_means_launch
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.page_records import launch as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
-from sparsek_kernels.paged.index.two_step import TwoStep
-from sparsek_kernels.paged.index.two_step import launch as two_step_launch
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, each_segment, plan_step, plan_tokens
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
@@ -30,8 +30,8 @@ def select_launched(operands: PagedOperands, segment: Segment, index: Indexer) -
     """What an indexer's launches choose."""
     if isinstance(index, PageRecords):
         return records_launch.select(operands, segment)
-    if isinstance(index, TwoStep):
-        return Chosen(two_step_launch.select(operands, segment, index.kept))
+    if isinstance(index, CellMeans):
+        return Chosen(cell_means_launch.select(operands, segment))
     if isinstance(index, InfLLM):
         return Chosen(infllm_launch.select(operands, segment))
     if isinstance(index, Seer):

@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
             (*PYTEST, "-k", "not real_sizes and not torch and not many_places", f"{PAGED}/{file}")
             for file in (
                 *("test_small.py", "test_attend_sample.py", "test_attend_cells.py"),
-                *("test_page_records.py", "test_records.py", "test_rank.py", "test_addresses.py"),
+                *("test_page_records.py", "test_records.py", "test_addresses.py"),
             )
         ),
         (*PYTEST, f"{PAGED}/test_hopper.py", "-k", "layouts or lists or sinks or dense_below"),

@@ -227,8 +227,8 @@ def test_the_line_of_a_model_with_its_own_selection() -> None:
     assert describe_model_selection(resolved.infllm, resolved.config) == (
         "SPARSEK follows the model's sparse_config (InfLLM-v2): 1 initial, 32 + 1 local, 96 blocks "
         "of 64 in all. Here every 64 queries of a prefill choose blocks by means of 16 rotated "
-        "keys and then by attention to keys of those drawn; single tokens choose 2 tokens each by "
-        "records of 64; the model was trained with means of 32 tokens every 16, per query"
+        "keys; single tokens choose 2 tokens each by records of 64; the model was trained with "
+        "means of 32 tokens every 16, per query"
     )
     nope = resolve_config({"query_tile": 1}, {}, {"use_nope": True})
     assert nope.infllm is not None

@@ -35,7 +35,7 @@ def test_defaults() -> None:
     resolved = resolve_config(None, {})
     config = resolved.config
     assert config.mode == "block_topk"
-    assert (config.num_sink, config.window_size, config.top_k) == (64, 512, 96)
+    assert (config.num_sink, config.window_size, config.top_k) == (64, 512, 144)
     assert config.decode_tokens == DECODE_TOKENS
     assert (config.sel_block_size, config.dense_below, config.query_tile) == (64, 8192, 64)
     assert set(resolved.sources.values()) == {"defaults"}
@@ -157,7 +157,7 @@ def test_null_leaves_out_what_has_no_default() -> None:
         assert resolved.sources["dense_last"] == "defaults"
     for environ in ({"SPARSEK_DENSE_LAST": "null"}, {"SPARSEK_DENSE_LAST": ""}):
         assert resolve_config(None, environ, batch_invariant=True).config.dense_last == 0
-    with pytest.raises(ConfigError, match=r"top_k .*a valid integer, got None.*default 96"):
+    with pytest.raises(ConfigError, match=r"top_k .*a valid integer, got None.*default 144"):
         resolve_config({"top_k": None}, {})
     with pytest.raises(ConfigError, match=r"DENSE_LAST.*got 'None'; .* \(not set by default"):
         resolve_config(None, {"SPARSEK_DENSE_LAST": "None"})
@@ -316,7 +316,7 @@ BAD: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("layer", {"dense_layers": -1}, {}, ("number of first layers", "got -1;")),
     ("layer-kind", {"dense_layers": [True]}, {}, ("an integer from 0", "got [True];")),
     ("layer-range", None, {"SPARSEK_DENSE_LAYERS": "0-3"}, ("an integer from 0", "got '0-3';")),
-    ("blocks", {"top_k": 10**12}, {}, ("top_k", "less than or equal to 1048576", "10000000")),
+    ("blocks", {"top_k": 10**12}, {}, ("top_k", "less than or equal to 65534", "10000000")),
     ("tokens", {"num_sink": 2**31}, {}, ("num_sink", "less than or equal to 2147483647")),
     ("digits", None, {"SPARSEK_TOP_K": "9" * 5000}, ("SPARSEK_TOP_K", "(5002 characters)")),
     ("huge", {"top_k": 10**5000}, {}, ("top_k", "type int that is too long to print")),

@@ -10,11 +10,11 @@ from sparsek_kernels.paged.api import (
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer, Indexers
+from sparsek_kernels.paged.index.cell_means import CellMeans
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer.gates import Gates
-from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.merge import merge_shards
 from sparsek_kernels.paged.pages import summary_bytes
@@ -23,6 +23,7 @@ from sparsek_kernels.paged.shards import attend_shard
 
 __all__ = [
     "CELL_SIZE",
+    "CellMeans",
     "Chosen",
     "Gates",
     "Indexer",
@@ -33,7 +34,6 @@ __all__ = [
     "Seer",
     "SelectionPolicy",
     "StepPolicy",
-    "TwoStep",
     "VerticalSlash",
     "attend_segment",
     "attend_shard",

@@ -25,8 +25,8 @@ from sparsek_kernels.paged.checks import (
     fit_pages,
 )
 from sparsek_kernels.paged.index.base import Indexer, Indexers
+from sparsek_kernels.paged.index.cell_means import CellMeans
 from sparsek_kernels.paged.index.page_records import PageRecords, write_records
-from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import Located, PagedOperands
 from sparsek_kernels.paged.plan import Segment, each_segment, plan_step, plan_tokens, tokens_alone
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
@@ -160,7 +160,7 @@ def default_indexers(policy: StepPolicy) -> Indexers:
     def of(one: SelectionPolicy) -> Indexer | None:
         if not one.selects_blocks:
             return None
-        return PageRecords() if one.query_tile == 1 else TwoStep()
+        return PageRecords() if one.query_tile == 1 else CellMeans()
 
     prefill, decode = of(policy.prefill), of(policy.decode)
     return Indexers(prefill, decode or (prefill if policy.prefill.alignment else None))

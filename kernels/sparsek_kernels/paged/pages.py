@@ -9,7 +9,7 @@ preemption and page reuse leave no trace.
 | ``page_records`` | records (``record.py``) | by ``write_kv``, when 64 keys are complete |
 | ``infllm`` (GPU) | bf16 means of 16 keys | by ``Indexer.write``, when a cell is complete |
 | ``seer`` | a float32 gate key of each block | by ``Indexer.write``, when a block is complete |
-| ``two_step``, ``vertical_slash`` | nothing | |
+| ``cell_means``, ``vertical_slash`` | nothing | |
 """
 
 from __future__ import annotations

@@ -25,19 +25,13 @@ SEGMENT, CELL = 64, 2
 """Tokens of a record (``record.py``), and of a cell that is chosen by one."""
 
 SAMPLE_STRIDE, MOST_SAMPLES = 4, 16
-"""Sampling stride and cap of the queries of a prefill tile that score all blocks by means."""
+"""Sampling stride and cap of the queries of a prefill tile that score blocks."""
 
-RANKING_STRIDE, MOST_RANKING = 2, 32
-"""Sampling stride and cap of the queries that weigh candidates by their real keys."""
+MOST_BLOCKS = (1 << 16) - 2
+"""Blocks that a tile may choose, so that sums of their probabilities are 32-bit integers."""
 
 LAST_TOKENS = 64
 """Tokens of a prompt's end that ``last_part`` leaves to ``dense_last`` in any case."""
-
-CANDIDATES = 2
-"""Blocks of a tile that are weighed by their real keys, for each slot."""
-
-MOST_LISTED = (1 << 16) - 1
-"""Most of them, as sums of their probabilities are 32-bit integers."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
@@ -107,6 +101,10 @@ class SelectionPolicy:
         if window is None and (self.top_k or self.num_sink):
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
+            )
+        if self.query_tile > 1 and self.top_k > MOST_BLOCKS:
+            raise ValueError(
+                f"top_k: expected at most {MOST_BLOCKS} with query_tile > 1, got {self.top_k}"
             )
         if self.alignment:
             self._check_alignment()
@@ -181,23 +179,6 @@ class SelectionPolicy:
     def samples(self) -> int:
         """Queries that score a tile's blocks: the last of every ``sample_stride`` positions."""
         return ceil_div(self.query_tile, self.sample_stride)
-
-    @property
-    def ranking_stride(self) -> int:
-        """Query positions of a tile for which one query ranks its candidates."""
-        return max(min(RANKING_STRIDE, self.query_tile), ceil_div(self.query_tile, MOST_RANKING))
-
-    @property
-    def ranking_samples(self) -> int:
-        """Queries that rank a tile's candidates: the last of every ``ranking_stride`` positions."""
-        return ceil_div(self.query_tile, self.ranking_stride)
-
-    @property
-    def listed_blocks(self) -> int:
-        """Most blocks of a tile that are ranked exactly; a single token's are not."""
-        if self.query_tile == 1:
-            return 0
-        return max(min(CANDIDATES * self.scored_blocks, MOST_LISTED), self.scored_blocks)
 
     @property
     def is_dense(self) -> bool:

@@ -20,6 +20,11 @@ from sparsek_kernels.paged.attend.reference import (
     visible_reference,
 )
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.cell_means.reference import (
+    sampled_queries,
+    select_tile_reference,
+    tile_scores_reference,
+)
 from sparsek_kernels.paged.index.infllm.reference import (
     block_ranks_reference,
     kernel_shares_reference,
@@ -28,14 +33,6 @@ from sparsek_kernels.paged.index.infllm.reference import (
 from sparsek_kernels.paged.index.page_records.reference import choose_reference
 from sparsek_kernels.paged.index.reference import best, block_logits_reference, means_reference
 from sparsek_kernels.paged.index.seer.reference import gate_scores_reference, select_seer_reference
-from sparsek_kernels.paged.index.two_step.reference import (
-    candidates_reference,
-    exact_masses_reference,
-    ranking_queries,
-    sampled_queries,
-    select_tile_reference,
-    tile_scores_reference,
-)
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 __all__ = [
@@ -44,8 +41,6 @@ __all__ = [
     "best",
     "block_logits_reference",
     "block_ranks_reference",
-    "candidates_reference",
-    "exact_masses_reference",
     "gate_scores_reference",
     "gather_sequence",
     "kernel_shares_reference",
@@ -54,7 +49,6 @@ __all__ = [
     "logs_reference",
     "means_reference",
     "paged_attention_reference",
-    "ranking_queries",
     "sampled_queries",
     "select_blocks_reference",
     "select_infllm_reference",

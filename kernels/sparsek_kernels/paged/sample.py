@@ -28,9 +28,6 @@ MOST_CELLS = (1 << (31 - WHOLE_BITS)) - 1
 """Places of a list at most, so that sums of probabilities are 32-bit integers."""
 SPREAD = 0x9E3779B1
 """The golden ratio, of ``2 ** 32``: multiples of it are spread evenly."""
-SECOND_SPREAD = 0x6A09E667
-"""The root of 2, of ``2 ** 32``: for samples of samples.  Pairs of multiples fill a square evenly,
-so that one draw does not decide on the other."""
 
 
 def first_key(places: int, rows: int) -> int:
@@ -49,12 +46,12 @@ def keys_of(scores: torch.Tensor, places: int, rows: int) -> torch.Tensor:
     return ((scores.view(torch.int32) >> 21) - first_key(places, rows)).clamp_(0, KEYS - 1)
 
 
-def start_of(position: int, spread: int = SPREAD) -> int:
+def start_of(position: int) -> int:
     """What a running sum of probabilities starts from, of ``2 ** WHOLE_BITS``: spread evenly.
 
     ``position`` is of the first token that chooses.
     """
-    return (position * spread & 0xFFFFFFFF) >> (32 - WHOLE_BITS)
+    return (position * SPREAD & 0xFFFFFFFF) >> (32 - WHOLE_BITS)
 
 
 def weight_steps(counts: torch.Tensor, places: int) -> torch.Tensor:

@@ -27,8 +27,6 @@ class Choice(NamedTuple):
         first: the first far cell or block.
         rows: what the scores of a KV head add up to at most.
         order: in which they are drawn.
-        there: ``[Hkv, n]`` bool, which may be drawn at all.
-        known: ``[Hkv, n]`` int64, steps of weights that they have already: an entry's are more.
     """
 
     scores: torch.Tensor
@@ -40,8 +38,6 @@ class Choice(NamedTuple):
     first: int
     rows: int
     order: Sequence[int]
-    there: torch.Tensor
-    known: torch.Tensor
 
 
 def key_reference(scores: torch.Tensor, count: int, rows: int) -> torch.Tensor:
@@ -79,9 +75,9 @@ def share_reference(steps: torch.Tensor) -> torch.Tensor:
     return (_ONE / (steps.double() / 32).exp2()).floor().long()
 
 
-def start_reference(position: int, again: bool = False) -> int:
-    """What the sum of shares begins with, of 65536; ``again``: of a sample of a sample."""
-    return position * (0x6A09E667 if again else 0x9E3779B1) % 2**32 // _ONE
+def start_reference(position: int) -> int:
+    """What the sum of shares begins with, of 65536."""
+    return position * 0x9E3779B1 % 2**32 // _ONE
 
 
 def drawing_order(far: int) -> list[int]:
@@ -95,7 +91,6 @@ def draw_reference(
     count: int,
     first: int,
     order: Sequence[int] | None = None,
-    known: torch.Tensor | None = None,
 ) -> list[int]:
     """A list's entries, of ``count`` places, filled with -1.
 
@@ -104,15 +99,13 @@ def draw_reference(
         start: what the sum of shares begins with.
         count: places.
         first: the first far cell or block.
-        order: of drawing: of all that may be drawn; by default that of cells.
-        known: ``[n]``, steps of weights that they have already; by default none.
+        order: of drawing, by default that of cells.
     """
     shares, total, entries = share_reference(steps).tolist(), start, []
-    known = torch.zeros_like(steps) if known is None else known
     for cell in drawing_order(len(shares)) if order is None else order:
         before, total = total, total + shares[cell]
         if total // _ONE > before // _ONE:
-            entries.append(first + cell + (min(int(steps[cell] + known[cell]), 1023) << 21))
+            entries.append(first + cell + (min(int(steps[cell]), 1023) << 21))
     return entries + [-1] * (count - len(entries))
 
 
@@ -124,8 +117,6 @@ def draw_by_scores(
     rows: int,
     *,
     order: Sequence[int] | None = None,
-    there: torch.Tensor | None = None,
-    known: torch.Tensor | None = None,
 ) -> Choice:
     """The choice of tokens with these scores.
 
@@ -138,24 +129,16 @@ def draw_by_scores(
         first: the first far cell or block.
         rows: what the scores of a KV head add up to at most.
         order: of drawing, by default that of cells.
-        there: ``[Hkv, n]`` bool, which may be drawn; by default all.
-        known: ``[Hkv, n]`` int64, steps of weights that they have already.
     """
     keys = key_reference(scores, count, rows)
-    there = torch.ones_like(keys, dtype=torch.bool) if there is None else there
-    known = torch.zeros_like(keys) if known is None else known
     order = drawing_order(scores.shape[1]) if order is None else order
     steps = torch.zeros_like(keys)
-    for row, mine, some in zip(steps, keys, there, strict=True):
-        if int(some.sum()) > count > 0:
-            row.copy_((threshold_reference(mine[some], count) - 8 * mine).clamp(min=0))
-    shares = torch.where(there, share_reference(steps), 0)
-    entries = []
-    for mine, more, some in zip(steps, known, there, strict=True):
-        may = some.tolist()
-        drawn = [i for i in order if may[i] and count]
-        entries.append(draw_reference(mine, start, count, first, drawn, more))
-    return Choice(scores, keys, steps, shares, start, entries, first, rows, order, there, known)
+    if scores.shape[1] > count > 0:
+        for row, mine in zip(steps, keys, strict=True):
+            row.copy_((threshold_reference(mine, count) - 8 * mine).clamp(min=0))
+    drawn = order if count else []
+    entries = [draw_reference(row, start, count, first, drawn) for row in steps]
+    return Choice(scores, keys, steps, share_reference(steps), start, entries, first, rows, order)
 
 
 def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: float) -> str:
@@ -188,11 +171,8 @@ def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: flo
     found = [(entry & ((1 << 21) - 1)) - choice.first for entry in filled]
     if found and not 0 <= min(found) <= max(found) < len(scores):
         return "cells that do not compete"
-    may = choice.there[head].tolist()
-    order = [cell for cell in choice.order if may[cell]]
+    order = choice.order
     place = {cell: n for n, cell in enumerate(order)}
-    if not set(found) <= set(place):
-        return "cells that do not compete"
     turns = [place[cell] for cell in found]
     if any(turn >= following for turn, following in pairwise(turns)):
         return "cells twice, or out of order"
@@ -201,12 +181,10 @@ def list_error(choice: Choice, head: int, entries: Sequence[int], tolerance: flo
         for error in (-tolerance, tolerance)
     )
     slack = int(tolerance > 0.0)
-    known = choice.known[head].tolist()
-    drawn = {cell: (entry >> 21) - known[cell] for cell, entry in zip(found, filled, strict=True)}
+    drawn = {cell: entry >> 21 for cell, entry in zip(found, filled, strict=True)}
     if len(order) <= places:
         return "" if sorted(drawn) == sorted(order) and not any(drawn.values()) else "not all"
-    some = choice.there[head]
-    lowest, highest = (threshold_reference(keys[some], places) for keys in (low, high))
+    lowest, highest = (threshold_reference(keys, places) for keys in (low, high))
     each = zip(low.tolist(), high.tolist(), strict=True)
     ranges = dict(enumerate(each))
     reached = 0

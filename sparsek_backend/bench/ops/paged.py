@@ -33,9 +33,8 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.index.base import Indexers
-from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.policy import CELL, CELL_SIZE, SelectionPolicy, StepPolicy, ceil_div
-from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
+from sparsek_kernels.paged.reference import sampled_queries
 
 DENSE = SelectionPolicy()
 BY_LIST = "sparsek_by_list"
@@ -94,11 +93,11 @@ def gate_tiles(
         is_exempt = policy.dense_last > 0 and tile.rows.start >= first_exempt(inputs)
         rule = DENSE if is_exempt else replace(policy, dense_last=0)
         if rule.selects_blocks and not rule.sees_all(tile.positions[-1]):
-            chosen, listed = _chosen(inputs, tile, rule, step, lists)
+            chosen = _chosen(inputs, tile, rule, step, lists)
             if lists is not None:
                 wrong = lists.wrong(chosen, inputs, tile, rule)
             else:
-                wrong = wrong_selection(chosen, listed, inputs, tile, rule)
+                wrong = wrong_selection(chosen, inputs, tile, rule)
             if wrong:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         dtypes = (torch.float64, inputs.q.dtype)
@@ -111,23 +110,18 @@ def gate_tiles(
 
 def _chosen(
     inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, step: Step, lists: Lists | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of the blocks that our kernels choose for one tile in the step that has it, and of
-    its candidates; with ``lists`` there are none.
+) -> torch.Tensor:
+    """Entries of the blocks that our kernels choose for one tile in the step that has it.
 
     The tile alone could be scored by another kernel, whose rounding decides other draws.
     """
     batch, rows = step
-    kept: list[torch.Tensor] = []
     found = select_blocks(
         inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary,
-        indexers=Indexers(TwoStep(kept)) if lists is None else lists.indexers,
+        indexers=None if lists is None else lists.indexers,
     )  # fmt: skip
     row = (tile.rows.start - rows.start) // policy.query_tile
-    chosen = found[tile.request][row, tile.head].long().cpu()
-    if lists is not None:
-        return chosen, chosen[:0]
-    return chosen, torch.cat(kept)[row, tile.head].long().cpu()
+    return found[tile.request][row, tile.head].long().cpu()
 
 
 def attended_pairs(
@@ -353,7 +347,7 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
     """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
     Some queries score the means of the cells before their own block, for which the keys of a
-    chunk's context are read once, some the keys of their tile's list.
+    chunk's context are read once.
     """
     scored = read = 0
     tile, size = policy.query_tile, policy.sel_block_size
@@ -366,11 +360,6 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             positions = range(max(base, start), min(base + tile, end))
             samples = [positions[row] for row in sampled_queries(positions, policy)]
             scored += sum(p // size * (size // CELL_SIZE) for p in samples)
-            first, last = policy.candidate_range(base)
-            blocks = policy.sink_blocks + policy.local_blocks
-            blocks += min(policy.listed_blocks, last - first)
-            scored += len(ranking_queries(positions, policy)) * blocks * size
-            read += blocks * size
     return scored, read
 
 

@@ -176,17 +176,16 @@ def test_keys_past_a_sequence_are_left_out(name: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_key_that_one_query_wants_is_found_among_candidates() -> None:
-    """The means that it takes part in hide it; its own score does not."""
-    policy = SelectionPolicy(num_sink=32, window_size=32, top_k=9, sel_block_size=32)
-    case = make_case([512], [64], 0, heads=2, kv_heads=1)
+def test_a_cell_that_one_query_wants_is_found() -> None:
+    """There are more places than queries that score: the whole weight of one fills a place."""
+    policy = SelectionPolicy(num_sink=32, window_size=32, top_k=22, sel_block_size=32)
+    assert policy.scored_blocks > 1.25 * policy.samples  # scores are cut to quarters of octaves
+    case = make_case([1500], [40], 0, heads=1, kv_heads=1)
     wanted = 8.0 * torch.nn.functional.normalize(torch.randn(32), dim=0)
-    case.q[47] = wanted  # the last of the 2 positions that it stands for
-    for position, key in ((200, wanted), (201, -wanted)):
-        case.k_cache[case.batch.block_table[0, position // 64], :, position % 64] = key
-    assert policy.listed_blocks >= 512 // policy.sel_block_size  # all are candidates
+    case.q[23] = wanted  # at position 1483, the last of the 4 that it stands for
+    case.k_cache[case.batch.block_table[0, 208 // 64], :, 208 % 64 : 224 % 64] = wanted
     chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)[0]
-    assert 200 // policy.sel_block_size in chosen[0, 0].tolist()
+    assert 208 // policy.sel_block_size in chosen[0, 0].tolist()
 
 
 def test_last_queries_of_parts_see_everything() -> None:

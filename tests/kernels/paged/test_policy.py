@@ -166,13 +166,17 @@ def test_the_policy_by_records_chooses_pairs_of_keys() -> None:
         ({"query_tile": 64}, "alignment: expected 0, or .*, got 64 with 64 and 2"),
         ({"top_k": 0}, "alignment: expected 0, or .*, got 64 with 1 and 0"),
         ({"top_k": 32768}, r"top_k: .* at most 32767 .* \(decode_tokens of 65534\), got 32768"),
+        (
+            {"top_k": 65535, "alignment": 0, "query_tile": 64},
+            "top_k: expected at most 65534 with query_tile > 1, got 65535",
+        ),
         ({"sel_block_size": 1}, "sel_block_size: expected a power of two >= 2 .*, got 1"),
         ({"sel_block_size": 6}, "sel_block_size: expected a power of two >= 2 .*, got 6"),
         ({"sel_block_size": 128}, "sel_block_size: .* that divides alignment=64, got 128"),
         ({"sel_block_size": 2, "alignment": 0}, "sel_block_size: expected a multiple of 16"),
     ],
 )
-def test_alignments_that_are_refused(fields: dict[str, int], message: str) -> None:
+def test_sizes_that_are_refused(fields: dict[str, int], message: str) -> None:
     good = {"window_size": 64, "top_k": 2, "query_tile": 1, "sel_block_size": 4, "alignment": 64}
     SelectionPolicy(**good)
     with pytest.raises(ValueError, match=message):

@@ -39,6 +39,7 @@ from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.cell_means import launch_scores
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
@@ -46,7 +47,6 @@ from sparsek_kernels.paged.index.page_records import launch_sm80
 from sparsek_kernels.paged.index.page_records import launch_write as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
-from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.record import page_bytes
@@ -66,8 +66,6 @@ KERNELS = {
     "cut_cells_kernel": launch_sm80,
     "attend_kernel": attend_launch,
     "top_blocks_kernel": index_launch,
-    "listed_masses_kernel": launch_probabilities,
-    "rank_blocks_kernel": launch_probabilities,
     "pool_means_kernel": launch_scores,
     "gather_samples_kernel": launch_scores,
     "part_scores_kernel": launch_scores,
@@ -80,13 +78,9 @@ KERNELS = {
     "gate_logits_kernel": seer_launch,
     "attend_hopper_kernel": launch_sm90,
     "tile_scores_sm90_kernel": launch_scores.sm90,
-    "listed_masses_sm90_kernel": launch_probabilities.sm90,
 }
 """The module by whose name each is launched."""
-HOPPER = {
-    *("attend_hopper_kernel", "listed_masses_sm90_kernel"),
-    *("gather_samples_kernel", "tile_scores_sm90_kernel"),
-}
+HOPPER = {"attend_hopper_kernel", "gather_samples_kernel", "tile_scores_sm90_kernel"}
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -147,7 +141,6 @@ def hopper_kernels(wanted: bool) -> Iterator[None]:
         for module, selector in (
             (attend_launch, "prefill_config"),
             (launch_scores, "score_config"),
-            (launch_probabilities, "listed_config"),
         ):
             configure = getattr(module, selector)
 

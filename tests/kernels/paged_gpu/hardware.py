@@ -9,17 +9,16 @@ from unittest import mock
 from sparsek_kernels.paged import cache_sm90, scratch
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.attend import launch_sm90
+from sparsek_kernels.paged.index.cell_means import launch_scores
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.seer import launch as seer_launch
-from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
 
 MODULES = (
     attend_launch,
     cache_sm90,
     choose_launch,
     infllm_launch,
-    launch_probabilities,
     launch_scores,
     launch_sm90,
     scratch,

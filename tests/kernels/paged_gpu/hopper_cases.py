@@ -34,8 +34,6 @@ FEW = [(64, 64), (64, 128), (64, 192), (1, 1), (64, 320), (0, 50), (130, 130), (
 FAR = 5 << 26
 """Elements from head to head that make eight heads more than 31 bits can number."""
 KERNELS = {"attend_hopper_kernel", "tile_scores_sm90_kernel"}
-MASSES = {True: "listed_masses_sm90_kernel", False: "listed_masses_kernel"}
-"""By whether a tile has 128 rows or a multiple of them."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +126,9 @@ def run(case: Case, launched: list[str]) -> int:
     if sinks is not None:
         sinks[0] = float("-inf")
     got = attend(problem, case.policy, sinks).double()
-    known = {*KERNELS, *MASSES.values(), "part_scores_kernel"}
-    taken = {name for name in launched if name in known}
-    group = problem.q.shape[1] // problem.k_cache.shape[1]
-    wide = case.policy.ranking_samples * group >= 96  # groups of 3 take the rows of 4
+    taken = {name for name in launched if name in {*KERNELS, "part_scores_kernel"}}
     fit = KERNELS - ({"attend_hopper_kernel"} if case.far else set())
-    say(taken == {*fit, MASSES[wide]}, "kernels", ", ".join(sorted(taken)))
+    say(taken == fit, "kernels", ", ".join(sorted(taken)))
     want = expected(problem, case.policy, sinks, Chosen(problem, case.policy))
     error = (got - want)[:-PADDING].abs().max().item()
     say(error <= TOLERANCE[case.dtype], "output", f"{error:.1e}")

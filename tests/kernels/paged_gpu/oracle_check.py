@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from problems import Problem, attend_phases, select_phases
 
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.index.base import Indexers
-from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import (
-    candidates_reference,
     paged_attention_reference,
     select_blocks_reference,
     select_tile_reference,
@@ -126,11 +125,11 @@ class Chosen:
     """The kernels' choice of prefills' blocks, found to follow the rule but for rounding.
 
     Means of keys are rounded to the dtype of q, and sums have another order: scores are a little
-    off, and then other samples are drawn.  The kernels' own candidates must be a sample by such
-    scores (``list_error``), and their blocks a sample of these candidates.
+    off, and then other samples are drawn.  The kernels' own must be one by such scores
+    (``list_error``).
     """
 
-    LIST_ERROR, MASS_ERROR = 0.1, 0.03
+    LIST_ERROR: ClassVar = {4: 1e-4, 2: 0.1}  # by the bytes of an element of q
 
     def __init__(
         self, problem: Problem, policy: SelectionPolicy | StepPolicy, k_scale: float = 1.0
@@ -138,9 +137,7 @@ class Chosen:
         operands = problem.operands(problem.q, k_scale=k_scale)
         batch = problem.batch
         prefills = batch.part(batch.num_decodes, batch.num_requests)
-        kept: list[torch.Tensor] = []
-        chosen = select_phases(operands, prefills, policy, Indexers(TwoStep(kept)))
-        self._listed = iter(torch.cat(kept).tolist() if kept else [])
+        chosen = select_phases(operands, prefills, policy)
         self._tiles = iter([tile for mine in chosen for tile in mine.cpu()])
 
     def __call__(
@@ -154,18 +151,14 @@ class Chosen:
         if policy.alignment:  # a decoded token's
             return select_blocks_reference(q, k, positions, policy, softmax_scale)
         found = next(self._tiles)  # [Hkv, scored_blocks]
-        listed = next(self._listed, [])
         if policy.sees_all(positions[0]):
             assert (found == -1).all()
             return None
         if policy.scored_blocks == 0:
             return [[] for _ in found]
-        rule = (q, k, positions, policy, softmax_scale)
-        named = candidates_reference(*rule)
-        wrong = [list_error(named, head, mine, self.LIST_ERROR) for head, mine in enumerate(listed)]
-        ranked = select_tile_reference(*rule, listed)
-        mine = found.tolist()
-        wrong += [list_error(ranked, head, row, self.MASS_ERROR) for head, row in enumerate(mine)]
+        want, mine = select_tile_reference(q, k, positions, policy, softmax_scale), found.tolist()
+        error = self.LIST_ERROR[q.element_size()]
+        wrong = [list_error(want, head, row, error) for head, row in enumerate(mine)]
         assert not any(wrong), wrong
         return mine
 

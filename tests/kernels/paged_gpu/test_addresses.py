@@ -49,7 +49,7 @@ class Kind:
 KINDS = {
     "dense": Kind(SelectionPolicy(), "attend_kernel", "attend_kernel"),
     "window": Kind(SelectionPolicy(num_sink=3, window_size=50), "attend_kernel", "attend_kernel"),
-    "records-and-tiles": Kind(TILES, "score_records_kernel", "listed_masses_kernel"),
+    "records-and-tiles": Kind(TILES, "score_records_kernel", "pool_means_kernel"),
     "infllm": Kind(TOKENS, *["average_logits_kernel"] * 2, "infllm"),
     "infllm-blocks-of-128": Kind(
         replace(TOKENS, sel_block_size=128, num_sink=128, window_size=1),

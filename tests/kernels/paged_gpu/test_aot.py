@@ -30,8 +30,6 @@ PORTABLE = {
     "write_records_kernel",
     *ON_MATRIX_UNITS,
     "top_blocks_kernel",
-    "listed_masses_kernel",
-    "rank_blocks_kernel",
     "pool_means_kernel",
     "part_scores_kernel",
     "add_parts_kernel",
@@ -45,7 +43,7 @@ LEARNED = {
     "seer": {"write_gate_keys_kernel", "gate_queries_kernel", "gate_logits_kernel"},
 }
 SCORES = {"gather_samples_kernel", "tile_scores_sm90_kernel"}
-HOPPER = {"attend_hopper_kernel", "listed_masses_sm90_kernel", *SCORES}
+HOPPER = {"attend_hopper_kernel", *SCORES}
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 

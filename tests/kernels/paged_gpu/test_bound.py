@@ -13,20 +13,20 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged import (
+    CellMeans,
     Gates,
     Indexer,
     InfLLM,
     PageRecords,
     Seer,
     SelectionPolicy,
-    TwoStep,
 )
+from sparsek_kernels.paged.index.cell_means import launch as cell_means_launch
+from sparsek_kernels.paged.index.cell_means import launch_scores
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.page_records import launch as records_launch
 from sparsek_kernels.paged.index.page_records import launch_sm80
 from sparsek_kernels.paged.index.seer import launch as seer_launch
-from sparsek_kernels.paged.index.two_step import launch as two_step_launch
-from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.record import page_bytes
 from sparsek_kernels.paged.sample import CELL_MASK
@@ -39,17 +39,17 @@ LENGTHS, BOUND, WIDTH = [3000, 2500], 200, 16
 GUARD, UNUSED = 1 << 14, -7
 LAUNCHERS = (
     *(infllm_launch, seer_launch, records_launch, launch_sm80),
-    *(two_step_launch, launch_probabilities, launch_scores),
+    *(cell_means_launch, launch_scores),
 )
 WRITTEN = {
     "infllm": {"averages", "shares of averages", "scores"},
     "seer": {"gate queries", "gate logits"},
     "records": {"rest", "base", "gain", "units", "totals", "keys", "key counts"},
     "records by matrix units": {"weights", "tops", "gains", "sums", "counts", "counters"},
-    "two steps": {"means", "score state", "parts", "scores", "candidates", "masses of lists"},
-    "two steps on Hopper": {
+    "cell means": {"means", "score state", "parts", "scores"},
+    "cell means on Hopper": {
         *("means", "samples", "seen blocks", "scored tiles", "kept weights", "kept maxima"),
-        *("parts", "scores", "candidates", "masses of lists"),
+        *("parts", "scores"),
     },
 }
 """Scratch of each rule; a dtype behind its name is left out."""
@@ -61,13 +61,13 @@ RULES |= dict.fromkeys(
     ("records", "records by matrix units"),
     SelectionPolicy(num_sink=64, window_size=64, top_k=3).by_records(64),
 )
-RULES["two steps"] = replace(RULES["infllm"], query_tile=64)
-RULES["two steps on Hopper"] = SelectionPolicy(num_sink=64, window_size=64, top_k=3, query_tile=64)
-GPU = {"records by matrix units", "two steps on Hopper"}
+RULES["cell means"] = replace(RULES["infllm"], query_tile=64)
+RULES["cell means on Hopper"] = SelectionPolicy(num_sink=64, window_size=64, top_k=3, query_tile=64)
+GPU = {"records by matrix units", "cell means on Hopper"}
 
 
 def prepare(name: str) -> tuple[Problem, Indexer]:
-    prompts, half = name.startswith("two steps"), name in GPU
+    prompts, half = name.startswith("cell means"), name in GPU
     shape: dict[str, Any] = {"dim": 64, "dtype": torch.bfloat16} if half else {}
     new = (2000 if half else 70) if prompts else 1
     problem = make_problem(
@@ -81,7 +81,7 @@ def prepare(name: str) -> tuple[Problem, Indexer]:
     )
     if prompts:
         oracle_check.fill(problem)
-        return problem, TwoStep()
+        return problem, CellMeans()
     if name == "infllm":
         infllm_check.fill(problem)
         return problem, InfLLM()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hardware import simulated
@@ -21,8 +19,8 @@ from sparsek_kernels.paged.config import (
     shared_memory,
     top_warps,
 )
+from sparsek_kernels.paged.index.cell_means.config import score_bytes, score_config
 from sparsek_kernels.paged.index.page_records.config import cut_segments, weigh_shares
-from sparsek_kernels.paged.index.two_step.config import listed_shares, score_bytes, score_config
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])
@@ -151,26 +149,6 @@ def test_records_are_read_by_some_programs(
     size = cut_segments(jobs, segments, columns, num_sms)
     assert size in (64, 128, 256, 512)
     assert size * columns <= 4096  # shared memory that a program has without asking for more
-
-
-@given(programs=st.integers(0, 3000), pieces=st.integers(0, 400), resident=st.integers(1, 600))
-def test_shares_of_lists_never_take_longer(programs: int, pieces: int, resident: int) -> None:
-    shares = listed_shares(programs, pieces, resident)
-    assert shares == 1 or 2 * shares <= pieces
-
-    def rounds(count: int) -> float:
-        return math.ceil(programs * count / resident) * math.ceil(pieces / count)
-
-    assert rounds(shares) <= rounds(1)
-
-
-@pytest.mark.parametrize(
-    ("programs", "shares"),
-    [(8, 16), (64, 2), (72, 5), (132, 1), (136, 5), (256, 1), (264, 1), (2048, 1)],
-)
-def test_lists_are_shared_where_rounds_are_left_half_empty(programs: int, shares: int) -> None:
-    """Lists of 200 blocks on 132 multiprocessors: 72 are a whole round, or three of a fifth."""
-    assert listed_shares(programs, 200, 132) == shares
 
 
 def test_small_helpers() -> None:

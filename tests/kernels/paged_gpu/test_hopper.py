@@ -12,11 +12,11 @@ from problems import Problem, make_problem, phases
 
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.index.two_step import launch as two_step_launch
-from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
+from sparsek_kernels.paged.index.cell_means import launch as cell_means_launch
+from sparsek_kernels.paged.index.cell_means import launch_scores
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from sparsek_kernels.paged.reference import candidates_reference, select_tile_reference
+from sparsek_kernels.paged.reference import select_tile_reference
 from sparsek_kernels.paged.sample_reference import list_error
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 TOP_K = SelectionPolicy(num_sink=64, window_size=192, top_k=4)
-ALL = {"attend_hopper", "_score_sm90", "_list_masses_sm90"}
+ALL = {"attend_hopper", "_score_sm90"}
 STEP = [(1, 1500), (1, 65), (200, 1300), (63, 63), (130, 901), (0, 700), (1000, 1000)]
 
 
@@ -39,7 +39,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for module, selector in (
         (attend_launch, "prefill_config"),
         (launch_scores, "score_config"),
-        (launch_probabilities, "listed_config"),
     ):
         configure = getattr(module, selector)
         monkeypatch.setattr(
@@ -50,7 +49,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for module, launcher in (
         (attend_launch, "attend_hopper"),
         (launch_scores, "_score_sm90"),
-        (launch_probabilities, "_list_masses_sm90"),
     ):
         start = getattr(module, launcher)
         monkeypatch.setattr(
@@ -88,7 +86,7 @@ def test_layouts(
 @pytest.mark.parametrize("group", [2, 3, 4, 7, 8, 16])
 def test_groups(group: int, ran: Counter[str]) -> None:
     oracle_check.check(step(group=group), TOP_K)
-    assert set(ran) == (ALL if group > 2 else ALL - {"_list_masses_sm90"})  # 128 rows or more
+    assert set(ran) == ALL
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -170,13 +168,10 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
     oracle_check.fill(problem)
     prefills = phases(problem.batch, policy)[1]
 
-    kept: list[torch.Tensor] = []
-
     def run(selected: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Selection, and the output over it (or over ``selected``), of the prefills."""
         out = torch.zeros_like(problem.q)
-        keep = kept if selected is None else None
-        chosen = two_step_launch.select(problem.operands(out), prefills, keep)
+        chosen = cell_means_launch.select(problem.operands(out), prefills)
         given = chosen if selected is None else selected
         attend_launch.attend_segment(problem.operands(out), prefills, Chosen(given))
         return chosen, out
@@ -189,16 +184,12 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
         _, expected = run(chosen)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
     tiles = prefill_tiles(prefills.batch, 64, problem.q.shape[0]).tolist()
-    listed = torch.cat(kept)
     for row in (10, 46, 60):
         request, base = tiles[row]
         new, length = (3000, 9000) if request == 0 else (1500, 4097)
         positions = list(range(max(base, length - new), min(base + 64, length)))
         first = prefills.batch.first_row + (3000 if request else 0) + positions[0] - (length - new)
         q, k = problem.q[first : first + len(positions)].cpu(), problem.keys[1 + request].cpu()
-        rule = (q, k, positions, policy, 128**-0.5)
-        named = candidates_reference(*rule)
-        ranked = select_tile_reference(*rule, listed[row].tolist())
-        for choice, found, error in ((named, listed, 0.1), (ranked, chosen, 0.03)):
-            wrong = [list_error(choice, h, x, error) for h, x in enumerate(found[row].tolist())]
-            assert not any(wrong), (row, wrong)
+        choice = select_tile_reference(q, k, positions, policy, 128**-0.5)
+        wrong = [list_error(choice, h, x, 0.1) for h, x in enumerate(chosen[row].tolist())]
+        assert not any(wrong), (row, wrong)

@@ -24,7 +24,7 @@ from sparsek_kernels.paged.index.page_records.config import uses_matrix_units
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import StepPolicy
 
-LAST = {"cut_cells_kernel", "list_cells_kernel", "rank_blocks_kernel", "top_blocks_kernel"}
+LAST = {"cut_cells_kernel", "list_cells_kernel", "top_blocks_kernel"}
 """Kernels that choose: they and those before them have waited for the keys."""
 RULE = SelectionPolicy(num_sink=64, window_size=128, top_k=8, sel_block_size=64, query_tile=64)
 
@@ -55,7 +55,7 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("overlapping")
-@pytest.mark.parametrize("rule", ["two steps and records", "infllm", "seer"])
+@pytest.mark.parametrize("rule", ["means and records", "infllm", "seer"])
 def test_attention_that_starts_early_follows_a_kernel_that_has_waited(rule: str) -> None:
     if rule in ("infllm", "seer"):
         seen = learned_launches(rule, 90, torch.bfloat16, 128, 4)

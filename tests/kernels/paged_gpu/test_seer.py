@@ -14,12 +14,12 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged import (
+    CellMeans,
     Gates,
     Indexers,
     Seer,
     SelectionPolicy,
     StepPolicy,
-    TwoStep,
     paged_attention,
     write_index,
     write_kv,
@@ -138,7 +138,7 @@ def phased(policy: SelectionPolicy | StepPolicy) -> StepPolicy:
 
 def indexers_of(policy: SelectionPolicy | StepPolicy, gates: Gates) -> Indexers:
     tiles = phased(policy).prefill.query_tile > 1
-    return Indexers(TwoStep() if tiles else Seer(gates), Seer(gates))
+    return Indexers(CellMeans() if tiles else Seer(gates), Seer(gates))
 
 
 def attend(problem: Problem, policy: SelectionPolicy | StepPolicy, gates: Gates) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from problems import Problem, make_problem, select_phases
 
 from sparsek_kernels.paged.index import launch as index_launch
-from sparsek_kernels.paged.index.two_step import launch as two_step_launch
-from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.index.cell_means import launch as cell_means_launch
+from sparsek_kernels.paged.policy import MOST_BLOCKS, SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.sample import CELL_BITS, MOST_CELLS
 from tests.kernels.launched import run_launched, write_launched
 
@@ -176,7 +176,7 @@ def test_budget_over_context_equals_dense() -> None:
 
 
 def test_a_budget_far_above_all_contexts_needs_no_list_that_long() -> None:
-    prefill = SelectionPolicy(num_sink=4, window_size=40, top_k=1 << 20)
+    prefill = SelectionPolicy(num_sink=4, window_size=40, top_k=MOST_BLOCKS)
     check_dense(StepPolicy(prefill, prefill.by_records(2 * MOST_CELLS)))
 
 
@@ -217,7 +217,7 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([(1, 350), (1, 433), (60, 400)], num_decodes=2, device=DEVICE)
     oracle_check.fill(problem)
     whole = oracle_check.attend(problem, TOP_K)
-    for module in (index_launch, two_step_launch):
+    for module in (index_launch, cell_means_launch):
         monkeypatch.setattr(module, "SCRATCH_ELEMENTS", 64)
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 

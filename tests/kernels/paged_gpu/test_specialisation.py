@@ -214,4 +214,4 @@ def test_an_address_is_part_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     rule: Any = replace(POLICIES["topk"], dense_last=0)  # else the end of a prompt is cut off
     known = prefills(0, 1, rule)
     monkeypatch.setattr("sparsek_kernels.paged.batch._aligned", lambda x: x)
-    assert len(prefills(1, 1, rule) - known) > 5
+    assert len(prefills(1, 1, rule) - known) > 4

@@ -8,9 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from score_cases import BOUND, HOPPER, PORTABLE, Case, check
+from problems import make_problem
+from score_cases import BOUND, HOPPER, PORTABLE, Case, check, policy
 
-from sparsek_kernels.paged.index.two_step import launch_scores
+from sparsek_kernels.paged.index.cell_means import launch_scores
+from sparsek_kernels.paged.index.launch import Scores, new_selection, top_blocks
+from sparsek_kernels.paged.index.problem import Step
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.sample_reference import draw_by_scores, list_error, start_reference
 from tests.kernels import scripts
 
 ALL = [*PORTABLE, *(case for case in HOPPER if case not in PORTABLE)]
@@ -35,6 +40,35 @@ def test_some_tiles_with_little_scratch(limit: str, monkeypatch: pytest.MonkeyPa
     worst, compared = check(SMALL, torch.float32, "cpu", 1, 3)
     assert compared
     assert worst <= BOUND
+
+
+def test_tiles_draw_by_scores() -> None:
+    """Of few blocks and many, for which the kernel has paths of their own; one tile sees all."""
+    rule = policy(sel_block_size=16, num_sink=16, window_size=32, top_k=9, query_tile=32)
+    device, lengths = "cuda" if torch.cuda.is_available() else "cpu", [1000, 272_000, 30_000, 200]
+    problem = make_problem([(20, length) for length in lengths], dim=16, device=device)
+    call, _ = new_selection(problem.operands(problem.q), Segment(problem.batch, rule))
+    assert call.tiles is not None
+    call.out.fill_(-7)
+    count, heads, _ = call.out.shape
+    logits = 2.0 * torch.randn(count, heads, call.width, generator=torch.Generator().manual_seed(4))
+    scores = rule.samples * call.group * logits.softmax(-1)
+    given = scores.to(device)
+    for step in (Step(0, 2), Step(2, count - 2)):
+        top_blocks(call, step, Scores(given[step.first :], given.stride()))
+    full = 0
+    for base, mine, found in zip(call.tiles[:, 1].tolist(), scores, call.out.tolist(), strict=True):
+        if rule.sees_all(base):
+            full += 1
+            assert found == [[-1] * rule.scored_blocks] * heads
+            continue
+        first, last = rule.candidate_range(base)
+        choice = draw_by_scores(
+            mine[:, first:last].double(), start_reference(base), rule.scored_blocks, first,
+            rule.samples * call.group, order=range(last - first),
+        )  # fmt: skip
+        assert not any(list_error(choice, head, row, 1e-6) for head, row in enumerate(found))
+    assert 0 < full < count
 
 
 @given(count=st.integers(1, 3000), room=st.integers(0, 3000))

@@ -229,8 +229,8 @@ def plan_prefill(
         k_cache: ``[num_pages, Hkv, page_size, D]``, whose sizes bound a group.
     """
     _, heads, page_size, dim = k_cache.shape
-    blocks = policy.budget_blocks + 1 + (policy.listed_blocks if policy.selects_blocks else 0)
-    most = max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
+    keys = (policy.budget_blocks + 1) * policy.sel_block_size
+    most = max(_GATHER_ELEMENTS // (heads * dim * keys), 1)
     key = ("prefill", request, policy, most, page_size)
     return batch.derived(key, lambda: _plan_prefill(batch, request, policy, most, page_size))
 

@@ -98,16 +98,12 @@ def _select_decodes(
         here = min(requests, batch.num_decodes - first)
         step = Step(first * length, here * length)
         # Scratch of the last step is as large as of the others: its size decides what is compiled.
-        top_blocks(call, step, call.out, score(call, step, requests * length))
+        top_blocks(call, step, score(call, step, requests * length))
 
 
-def top_blocks(call: Selection, step: Step, out: torch.Tensor, scores: Scores) -> None:
-    """Write the best blocks of single tokens of a step, or a sample of them, a tile's candidates.
-
-    Args:
-        out: ``[tiles, Hkv, blocks]`` int32, rows as :func:`top_blocks_kernel` says.
-    """
-    batch, policy = call.batch, call.policy
+def top_blocks(call: Selection, step: Step, scores: Scores) -> None:
+    """Write a step's rows of :attr:`Selection.out`: the best blocks of tokens, samples of tiles."""
+    out, batch, policy = call.out, call.batch, call.policy
     # No row of a shorter sequence is sorted, so its batch needs no kernel of its own.
     blocks = max(call.max_blocks, _fewest_blocks(policy), 16)
     warps, registers = top_warps(blocks)

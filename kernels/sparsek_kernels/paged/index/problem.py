@@ -9,7 +9,6 @@ import torch
 
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
@@ -68,16 +67,6 @@ class Selection:
     def width(self) -> int:
         """Scores of one row: ``max_blocks``, aligned for vector loads."""
         return ceil_div(self.max_blocks, 16) * 16
-
-    @cached_property
-    def rows(self) -> int:
-        """Rows of a tile's block probabilities: its ranking samples times the padded group."""
-        return self.policy.ranking_samples * next_power_of_2(self.group)
-
-    @cached_property
-    def list_slots(self) -> int:
-        """Blocks of a tile's list: sinks, local ones and candidates."""
-        return self.policy.sink_blocks + self.policy.local_blocks + self.policy.listed_blocks
 
     @property
     def lengths(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:

@@ -9,7 +9,6 @@ from sparsek_kernels.paged.sample import CELL_BITS as _CELL_BITS
 from sparsek_kernels.paged.sample import CELL_MASK as _CELL_MASK
 from sparsek_kernels.paged.sample import KEYS as _KEYS
 from sparsek_kernels.paged.sample import MOST_STEPS as _MOST_STEPS
-from sparsek_kernels.paged.sample import SECOND_SPREAD as _SECOND_SPREAD
 from sparsek_kernels.paged.sample import SPREAD as _SPREAD
 from sparsek_kernels.paged.sample import STEPS as _STEPS
 from sparsek_kernels.paged.sample import WHOLE_BITS as _WHOLE_BITS
@@ -18,7 +17,6 @@ CELL_BITS = tl.constexpr(_CELL_BITS)
 CELL_MASK = tl.constexpr(_CELL_MASK)
 KEYS = tl.constexpr(_KEYS)
 MOST_STEPS = tl.constexpr(_MOST_STEPS)
-SECOND_SPREAD = tl.constexpr(_SECOND_SPREAD)
 SPREAD = tl.constexpr(_SPREAD)
 STEPS = tl.constexpr(_STEPS)
 WHOLE_BITS = tl.constexpr(_WHOLE_BITS)
@@ -61,14 +59,13 @@ def steps_and_shares(key, threshold):
 
 @triton.jit
 def draw(
-    out_ptr, score, number, inside, start, known_steps,
+    out_ptr, score, number, inside, start,
     FIRST_KEY: tl.constexpr, COUNT: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write a sample of ``COUNT`` of more things ``inside``: entries in their order, then -1.
 
     score, number: ``[BLOCK]``, how much each matters and what it is called in its entry.
     start: what the sum of probabilities starts from (``first_sum``).
-    known_steps: ``[BLOCK]`` int32, steps of weights that things have already.
     """
     # NaN and negative scores count as zero.
     key = (tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True) >> 21) - FIRST_KEY
@@ -80,7 +77,6 @@ def draw(
     place = ((until - share).to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
     until = (until.to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
     drawn = inside & (until > place) & (place < COUNT)
-    steps = tl.minimum(steps + known_steps, MOST_STEPS)
     tl.store(out_ptr + place, number + (steps << CELL_BITS), mask=drawn)
     filled = ((start + tl.sum(share, axis=0)).to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
     offs = tl.arange(0, PLACES)

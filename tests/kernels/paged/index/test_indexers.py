@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_kernels.paged import (
+    CellMeans,
     Chosen,
     Indexer,
     Indexers,
@@ -16,7 +17,6 @@ from sparsek_kernels.paged import (
     PageRecords,
     SelectionPolicy,
     StepPolicy,
-    TwoStep,
     attend_segment,
     paged_attention,
     plan,
@@ -98,7 +98,7 @@ def test_an_indexer_from_one_file_is_served() -> None:
 def test_a_phase_without_its_indexer() -> None:
     case = make_case(*MIXED)
     alone = Indexers(None, PageRecords())
-    for phase, given in (("prefill", alone), ("decode", Indexers(TwoStep()))):
+    for phase, given in (("prefill", alone), ("decode", Indexers(CellMeans()))):
         with pytest.raises(ValueError, match=f"indexers.{phase}: expected an indexer .*, got None"):
             run(case, BY_RECORDS, indexers=given)
     run(case, StepPolicy(SelectionPolicy(), BY_RECORDS.decode), indexers=alone)
@@ -111,8 +111,8 @@ def test_two_indexers_do_not_share_the_bytes_of_a_page() -> None:
 
 def test_indexers_of_the_other_phase() -> None:
     case = make_case(*MIXED)
-    with pytest.raises(ValueError, match="policy: expected query_tile > 1 with TwoStep, got 1"):
-        run(case, STEP, indexers=Indexers(TwoStep(), TwoStep()))
+    with pytest.raises(ValueError, match="policy: expected query_tile > 1 with CellMeans, got 1"):
+        run(case, STEP, indexers=Indexers(CellMeans(), CellMeans()))
     with pytest.raises(ValueError, match=r"policy: .* query_tile = 1 with PageRecords, got 32"):
         run(case, BY_RECORDS, indexers=Indexers(PageRecords(), PageRecords()))
 
@@ -137,7 +137,7 @@ def test_a_step_is_cut_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(plan, "_segments", spy)
     layers = [make_case(*MIXED, seed=seed, permute=0) for seed in range(3)]
     step = StepPolicy(replace(TILES, dense_last=20), BY_RECORDS.decode)
-    indexers = Indexers(TwoStep(), PageRecords())
+    indexers = Indexers(CellMeans(), PageRecords())
     for layer in layers:
         layer.batch = layers[0].batch
         out = torch.full_like(layer.q, float("nan"))

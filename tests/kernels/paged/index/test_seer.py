@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_kernels.paged import (
+    CellMeans,
     Gates,
     Indexers,
     Seer,
     SelectionPolicy,
     StepPolicy,
-    TwoStep,
     paged_attention,
     select_blocks,
     write_index,
@@ -66,8 +66,8 @@ def both(policy: SelectionPolicy | StepPolicy) -> StepPolicy:
 
 
 def indexers_of(policy: StepPolicy, gates: Gates) -> Indexers:
-    """Gates for single tokens, two steps for tiles."""
-    return Indexers(Seer(gates) if policy.prefill.query_tile == 1 else TwoStep(), Seer(gates))
+    """Gates for single tokens, means for tiles."""
+    return Indexers(Seer(gates) if policy.prefill.query_tile == 1 else CellMeans(), Seer(gates))
 
 
 def attend(case: Case, policy: SelectionPolicy | StepPolicy, gates: Gates) -> torch.Tensor:
@@ -169,9 +169,9 @@ def test_attention_and_choice_equal_the_oracle(policy: SelectionPolicy, position
         assert bool((last == -1).all()) if wanted is None else last.tolist() == wanted
 
 
-@pytest.mark.parametrize("prefill", [SelectionPolicy(), TILES], ids=["dense", "two_step"])
+@pytest.mark.parametrize("prefill", [SelectionPolicy(), TILES], ids=["dense", "cell_means"])
 def test_tiles_do_without_gates(prefill: SelectionPolicy) -> None:
-    """Decoded tokens alone select by them; where prefills select, they do in two steps."""
+    """Decoded tokens alone select by them; where prefills select, they do by means."""
     policy = StepPolicy(prefill, TILES.per_token(None, 32))
     case = make_case([500, 290, 410], [1, 290, 70], 1, page_size=64)
     gates = make_gates(2, 2, 32)

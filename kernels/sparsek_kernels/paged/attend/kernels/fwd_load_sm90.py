@@ -114,12 +114,11 @@ def put_logs(logs, stage, log_0, log_1):
 
 
 @gluon.jit
-def take_logs(logs, stage, S_LAYOUT: gl.constexpr):
-    """Logs ``[128]`` of the weights of a pair's keys, for one warpgroup."""
+def take_logs(logs, stage):
+    """Logs of the weights of a pair of blocks, for one warpgroup."""
     log_0 = plan_field(logs, 2 * stage, 4).to(gl.float32, bitcast=True)
     log_1 = plan_field(logs, 2 * stage + 1, 4).to(gl.float32, bitcast=True)
-    column = gl.arange(0, 2 * ROWS, layout=gl.SliceLayout(0, S_LAYOUT))
-    return gl.where(column < ROWS, log_0, log_1)
+    return log_0, log_1
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
 from sparsek_kernels.common.kernels.gluon_names import reinterpret, thread_barrier, tma_store
 from sparsek_kernels.common.kernels.plans_sm90 import plan_ring
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
+from sparsek_kernels.common.kernels.softmax_sm90 import anchor, lane_sums
 from sparsek_kernels.paged.attend.kernels.fwd_load_sm90 import (
     FIELDS,
     PLANS,
@@ -73,6 +73,27 @@ def mask_pair(s, position, first, second, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def weigh_pair(s, log_0, log_1, m, total, scale_log2):
+    """Fold a pair of blocks of raw scores ``s`` into the online softmax; masked ones are ``-inf``.
+
+    A block's keys count ``2 ** log`` times.  Returns the weights, the new maxima, the new sums of
+    lanes, and the factor for the old output.
+    """
+    LANES: gl.constexpr = total.type.layout
+    halves = s.reshape([ROWS, 2, ROWS])
+    most = gl.max(halves, 2)  # [ROWS, 2]
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, most.type.layout))
+    log = gl.where(half == 0, log_0, log_1)[None, :]
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(most * scale_log2 + log, 1), m.type.layout))
+    m_halves = gl.convert_layout(m_new, gl.SliceLayout(1, most.type.layout))[:, None]
+    p = gl.exp2(halves * scale_log2 + (log - m_halves)[:, :, None]).reshape([ROWS, PAIR])
+    p = gl.convert_layout(p, s.type.layout)
+    alpha = gl.exp2(m - m_new)
+    alpha_lanes = gl.convert_layout(alpha, gl.SliceLayout(1, LANES))
+    return p, m_new, total * alpha_lanes[:, None] + lane_sums(p, LANES), alpha
+
+
+@gluon.jit
 def attend_pairs(
     acc, p, m, total, fetched, pairs, q_tile, k_wide, v_wide, logs, k_full, k_empty, v_full,
     v_empty, anchor_ptr,
@@ -89,15 +110,15 @@ def attend_pairs(
         before = fetched % V_STAGES
         mbarrier.wait(k_full.index(stage), (fetched // K_STAGES) & 1)
         # All four warps start a product together: none of them is late to read these.
-        log = take_logs(logs, stage, S_LAYOUT)
+        log_0, log_1 = take_logs(logs, stage)
         zero = gl.zeros([ROWS, PAIR], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         mbarrier.wait(v_full.index(before), (fetched // V_STAGES) & 1)
         acc_token = warpgroup_mma(p, v_wide.index(before), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s_token]) * qk_scale + log[None, :]
-        weights, m, total, alpha = softmax_lanes_step(s, m, total, 1.0, False)
+        s = warpgroup_mma_wait(1, deps=[s_token])
+        weights, m, total, alpha = weigh_pair(s, log_0, log_1, m, total, qk_scale)
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, anchor_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -179,7 +200,7 @@ def attend_partition(
         mbarrier.wait(q_full.index(slot), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), (fetched // K_STAGES) & 1)
         # All four warps start a product together: none of them is late to read these.
-        log = take_logs(logs, stage, S_LAYOUT)
+        log_0, log_1 = take_logs(logs, stage)
         zero = gl.zeros([ROWS, PAIR], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -207,8 +228,7 @@ def attend_partition(
         second_key = gl.where(odd == 1, 0x70000000, start)
         position = start + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         s = mask_pair(s, position, first_key, second_key, S_LAYOUT)
-        s = s * qk_scale + log[None, :]
-        weights, m, total, _alpha = softmax_lanes_step(s, m, total, 1.0, False)
+        weights, m, total, _alpha = weigh_pair(s, log_0, log_1, m, total, qk_scale)
         p = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, out_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)

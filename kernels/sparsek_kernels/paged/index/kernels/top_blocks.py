@@ -143,7 +143,7 @@ def write_top(
         inside = (offs >= first) & (offs < last)
         PLACES: tl.constexpr = triton.next_power_of_2(COUNT)
         start = first_sum(position, SPREAD)
-        draw(out_ptr, score, offs, inside, start, 0, FIRST_KEY, COUNT, PLACES)
+        draw(out_ptr, score, offs, inside, start, FIRST_KEY, COUNT, PLACES)
     else:
         chosen, rank = best_of(score, first, last, COUNT, BLOCK)
         tl.store(out_ptr + rank, offs, mask=chosen)
@@ -160,13 +160,12 @@ def top_blocks_kernel(
     SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
     COUNT: tl.constexpr, FIRST_KEY: tl.constexpr, MAX_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A single token's selection for one KV head, its best blocks, or a tile's candidates, a sample
-    of blocks (``FIRST_KEY`` is of ``sample.first_key``; 0 for tokens).
+    """One KV head's selection of a single token, its best blocks, or of a tile, a sample of blocks
+    (``FIRST_KEY`` is of ``sample.first_key``; 0 for tokens).
 
     Single tokens have logits by query head (``FROM_LOGITS``), ``stride_sg`` apart, or summed
-    scores, and write their row of the output, -1 where they see everything.  Tiles (``FROM_TABLE``)
-    have summed scores, and write ``COUNT`` entries of candidates from ``first_tile`` on, -1 where
-    there are fewer, nothing where they see everything.
+    scores, and tiles (``FROM_TABLE``) have summed scores.  Both write their row of the output,
+    ``COUNT`` entries: -1 where there are fewer, or where they see everything.
     A row has ``width`` scores; blocks past it do not compete.  ``MAX_BLOCKS`` bounds the blocks of
     any sequence; shorter ones take a narrower path.
     """
@@ -181,16 +180,15 @@ def top_blocks_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if high < low:
         return
-    row = local if FROM_TABLE else token_of_zero + low
+    row = first_tile + local if FROM_TABLE else token_of_zero + low
     out = out_ptr + row.to(tl.int64) * stride_ot + kv_head * stride_oh
     full = tile_sees_all(
         base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
     if full | (high < 0):
-        if not FROM_TABLE:
-            NONE: tl.constexpr = triton.next_power_of_2(COUNT)
-            none = tl.arange(0, NONE)
-            tl.store(out + none, tl.full([NONE], -1, tl.int32), mask=none < COUNT)
+        NONE: tl.constexpr = triton.next_power_of_2(COUNT)
+        none = tl.arange(0, NONE)
+        tl.store(out + none, tl.full([NONE], -1, tl.int32), mask=none < COUNT)
         return
     first = SINK_BLOCKS
     last = tl.minimum(base // SEL_BLOCK - REACH_BLOCKS, width)

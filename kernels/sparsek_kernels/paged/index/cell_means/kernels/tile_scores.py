@@ -15,11 +15,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.index.two_step.kernels.probabilities import sample_positions
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 BLOCKS_AT_ONCE: tl.constexpr = tl.constexpr(32)
 """Blocks whose means lie together, ordered by cell, then block."""
+
+
+@triton.jit
+def sample_positions(
+    row, base, low, high,
+    TILE: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Query position of each row of the tile at ``base``, -1 for rows that are none.
+
+    Rows are samples times ``HEADS``.  A tile has a sample for every ``STRIDE`` positions: the last
+    of them that is a query.
+    """
+    sample = row // HEADS
+    first = base + sample * STRIDE
+    position = tl.minimum(tl.minimum(first + STRIDE, base + TILE) - 1, high)
+    there = (sample < SAMPLES) & (position >= low) & (position >= first)
+    return tl.where(there, position, -1)
 
 
 @triton.jit
@@ -130,7 +146,7 @@ def gather_samples_kernel(
         num_requests, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
     )  # fmt: skip
     row = tl.arange(0, ROWS)
-    position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, HEADS, HEADS)
+    position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, HEADS)
     own = tl.minimum(position // SEL_BLOCK, width)  # a row of scores has no more
     if part == 0:
         some = high >= low
@@ -198,7 +214,7 @@ def part_scores_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     member = part % HEAD_PARTS * BLOCK_H + offs_m % BLOCK_H
     row = part // HEAD_PARTS * (QUERIES * BLOCK_H) + offs_m
-    position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, BLOCK_H, BLOCK_H)
+    position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, BLOCK_H)
     live = (member < GROUP) & (offs_m < QUERIES * BLOCK_H) & (position >= 0)
     own = tl.where(live, tl.minimum(position // SEL_BLOCK, width), 0)  # a row has no more
     num_blocks = tl.max(own, axis=0)

@@ -10,15 +10,15 @@ from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.config import TileConfig, has_wgmma, next_power_of_2
-from sparsek_kernels.paged.index.problem import Selection
-from sparsek_kernels.paged.index.two_step.config import score_config
-from sparsek_kernels.paged.index.two_step.kernels import tile_scores_sm90 as sm90
-from sparsek_kernels.paged.index.two_step.kernels.tile_scores import (
+from sparsek_kernels.paged.index.cell_means.config import score_config
+from sparsek_kernels.paged.index.cell_means.kernels import tile_scores_sm90 as sm90
+from sparsek_kernels.paged.index.cell_means.kernels.tile_scores import (
     add_parts_kernel,
     gather_samples_kernel,
     part_scores_kernel,
     pool_means_kernel,
 )
+from sparsek_kernels.paged.index.problem import Selection
 from sparsek_kernels.paged.policy import CELL_SIZE, ceil_div
 from sparsek_kernels.paged.scratch import workspace
 
