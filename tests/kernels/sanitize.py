@@ -13,8 +13,9 @@ failed or were cut off; 2: there is no ``compute-sanitizer``, which comes with t
 though they are ordered; what is not among them is a race until it is explained.
 
 1. At the line of ``def`` of every kernel with ``gl.warp_specialize`` (``sink_window_hopper_*``,
-   ``block_sparse_hopper_*``, ``nsa_*_hopper_*``): the first warps write what the other warps do
-   next, a byte for each, and in ``sink_window_hopper_bwd_kernel`` and
+   ``block_sparse_hopper_*``, ``nsa_*_hopper_*``, ``attend_hopper_kernel``,
+   ``listed_masses_sm90_kernel``, ``tile_scores_sm90_kernel``): the first warps write what the other
+   warps do next, a byte for each, and in ``sink_window_hopper_bwd_kernel`` and
    ``block_sparse_hopper_dkdv_kernel`` also their arguments; the others read them.  Between a write
    and its reads, and between these and the next write, all warps meet at ``barrier.sync 1``.
 2. Memory between partitions: warps meet at a barrier of their own, then one thread arrives for them
@@ -22,8 +23,10 @@ though they are ordered; what is not among them is a race until it is explained.
    ``delta`` (``load_partition``; ``g_full``, and ``g_empty`` before the next).
    ``sink_window_hopper_small_kernel``: the parts that are joined (``parts_full``).
    ``block_sparse_hopper_dkdv_kernel`` with blocks of 64: sums of the second warpgroup
-   (``sum_full``).  ``block_sparse_hopper_fwd_kernel``: plans (``plans_sm90.py``: ``full`` and
-   ``empty``).
+   (``sum_full``).  ``block_sparse_hopper_fwd_kernel``, ``attend_hopper_kernel``: plans
+   (``plans_sm90.py``: ``full`` and ``empty``).  ``attend_hopper_kernel``: logs of weights
+   (``put_logs``; ``k_full``, and ``k_empty`` before the next: each warp reads them before a product
+   that no warp starts alone).
 3. ``lse`` and ``delta`` of ``block_sparse_hopper_dkdv_kernel``: asynchronous copies.  When they end
    they arrive at ``g_full`` (``async_copy.mbarrier_arrive``), for which their readers wait.
 
