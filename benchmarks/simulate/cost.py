@@ -74,7 +74,8 @@ def cost(
         made = _vectors(rule.ranks) * listed + PAGE * always
         parts["rank"] = made * rows / rule.tile
         reads += _bytes("exact", head_dim) * always
-        reads += scan(rule.ranks, rows) if whole else _bytes(rule.ranks, head_dim) * listed
+        mine = _bytes(rule.ranks, head_dim) * listed / rule.neighbours
+        reads += scan(rule.ranks, rows) if whole else mine
     if rule.anchors or rule.dense_last:
         share = 1 / rule.anchors if rule.anchors else 0.0
         last = torch.where(first >= context - rule.dense_last, 1.0, share)

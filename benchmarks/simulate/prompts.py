@@ -30,6 +30,7 @@ class PromptRule:
         growth: the power of a tile's depth, in units of 16,384 keys, that multiplies ``blocks``.
         tile: consecutive queries that share a choice.
         candidates: blocks among which ``ranks`` chooses.
+        neighbours: tiles that share their candidates, which the rows of all of them name.
         name_stride: of so many rows the last names candidates.
         name_by: what a candidate counts: the ``sum`` of what rows give it, the ``largest``, or
             ``squares``, the root of the mean square.
@@ -59,6 +60,7 @@ class PromptRule:
     growth: float = 0.0
     tile: int = 64
     candidates: int = 192
+    neighbours: int = 1
     name_stride: int = 4
     name_by: Literal["sum", "largest", "squares"] = "sum"
     name_sums: bool = False
@@ -86,6 +88,8 @@ class PromptRule:
                 raise ValueError(f"{name}: expected a sketch or one of {others}, got {found!r}")
         if self.window % PAGE or CHUNK % self.tile or self.tile % min(self.rank_rows, self.tile):
             raise ValueError("expected a window of 64s, a tile in 4096 and rank_rows in the tile")
+        if CHUNK % (self.tile * self.neighbours):
+            raise ValueError(f"neighbours: expected whole chunks of them, got {self.neighbours}")
         if self.tile % self.name_stride:
             raise ValueError(f"name_stride: expected one in the tile, got {self.name_stride}")
 
@@ -205,9 +209,12 @@ def _choose(
         )
         share = logits.masked_fill_(~before, -math.inf).softmax(-1)
         # The first block has none before it.
-        share = _over_rows(share.nan_to_num_(0).sum(1), rule.name_by)
-        places = torch.full_like(rows[:, 0], rule.candidates)
-        weights = _picked(share * between, places, rows[:, 0], rule.draws_candidates) * between
+        share = _over_rows(share.nan_to_num_(0).sum(1), rule.name_by) * between
+        share = _together(share, rule.neighbours)
+        first = rows[:: rule.neighbours, 0]
+        places = torch.full_like(first, rule.candidates)
+        weights = _picked(share, places, first, rule.draws_candidates)
+        weights = weights.repeat_interleave(rule.neighbours, 1)[:, : len(rows)] * between
         candidates = weights > 0
     if not rule.ranks:
         return weights
@@ -229,6 +236,12 @@ def _over_rows(share: torch.Tensor, by: str) -> torch.Tensor:
     if by == "squares":
         return share.pow(2).mean(2).sqrt()
     return share.sum(2) if by == "sum" else share.amax(2)
+
+
+def _together(share: torch.Tensor, neighbours: int) -> torch.Tensor:
+    """``[H, tiles / neighbours, blocks]``: sums of ``share [H, tiles, blocks]``."""
+    padded = F.pad(share, (0, 0, 0, -share.shape[1] % neighbours))
+    return padded.unflatten(1, (-1, neighbours)).sum(2)
 
 
 def _picked(

@@ -278,6 +278,30 @@ def _named() -> list[Variant]:
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
+def _shared() -> list[Variant]:
+    """More candidates for no more: shared by two tiles, of which half as many rows rank."""
+    twice = PromptRule("m16", dense_last=1024, draws=True, draws_candidates=True)
+    m8 = replace(twice, scores="m8", name_by="largest")
+    fewer = replace(twice, rank_rows=16)
+    shared = replace(fewer, neighbours=2)
+    rules = {
+        "96 of 192": twice,
+        "96 of 288": replace(twice, candidates=288),
+        "72 of 288": replace(twice, blocks=72, candidates=288),
+        "64 of 288": replace(twice, blocks=64, candidates=288),
+        "96 of 384": replace(twice, candidates=384),
+        "96 of 288 m8 largest": replace(m8, candidates=288),
+        "72 of 288 m8 largest": replace(m8, blocks=72, candidates=288),
+        "96 of 288 16 rows": replace(fewer, candidates=288),
+        "96 of 288 shared": replace(shared, candidates=288),
+        "96 of 384 shared": replace(shared, candidates=384),
+        "96 of 384 shared m8 largest": replace(
+            shared, scores="m8", name_by="largest", candidates=384
+        ),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -290,4 +314,5 @@ SETS = {
     "drawn": _drawn(),
     "one_step": _one_step(),
     "named": _named(),
+    "shared": _shared(),
 }

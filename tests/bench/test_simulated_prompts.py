@@ -31,6 +31,7 @@ def _causal_logits(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> torc
         replace(PROMPT, scores="p2dr", tile=64),
         replace(PROMPT, draws=True),
         replace(PROMPT, draws=True, draws_candidates=True),
+        replace(PROMPT, draws=True, draws_candidates=True, neighbours=2),
         PromptRule(),
     ],
 )
@@ -71,6 +72,20 @@ def test_one_step_attends_the_candidates(sums: bool) -> None:
     parts, _ = cost(replace(one_step, candidates=3), 4096)
     assert "rank" not in parts
     assert parts["attend"] == cost(PROMPT, 4096)[0]["attend"]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_neighbours_share_what_all_of_their_rows_name(draws: bool) -> None:
+    drawn = draw(1088, 1088)
+    large = replace(PROMPT, ranks="", candidates=3, tile=64, draws_candidates=draws)
+    halves = replace(large, tile=32, neighbours=2)
+    out, attended = prompts.attend(large, *drawn)
+    shared, of_halves = prompts.attend(halves, *drawn)
+    close(shared, out)
+    assert of_halves == attended
+    ranked = replace(PROMPT, neighbours=2)
+    assert cost(ranked, 4096)[0] == cost(PROMPT, 4096)[0]
+    assert cost(ranked, 4096)[1] < cost(PROMPT, 4096)[1]  # keys that two tiles read once
 
 
 def test_a_mass_too_small_is_left_out() -> None:
@@ -332,6 +347,7 @@ def test_sketches_cost_half_and_tails_a_key_for_each_block() -> None:
         (lambda: PromptRule("m16", tail="exact"), "tail: expected a sketch or one of"),
         (lambda: PromptRule("m16", name_stride=3), "name_stride: expected one in the tile"),
         (lambda: PromptRule("m16", tile=96), "a tile in 4096"),
+        (lambda: PromptRule("m16", neighbours=3), "neighbours: expected whole chunks"),
     ],
 )
 def test_what_has_no_meaning_is_refused(make: Callable[[], object], message: str) -> None:
