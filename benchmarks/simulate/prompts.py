@@ -44,6 +44,8 @@ class PromptRule:
             one that was not likely to be drawn stands for as many as it (Madow and Madow 1944).
         draws_candidates: whether candidates are drawn too, by what names them.
         variance: whether spread within a sketch's vectors adds to its logits.
+        sure: a drawn block is certain from this share on, in the mean of a row's heads.  A tile
+            draws no more blocks than that takes, and ``blocks`` at most.
         min_mass: a chosen block gives some row at least this share in the mean of its heads.
         tail: what gives the logits of one key for each block that is not attended, whose value is
             the mean in 8 bits: a sketch, ``page``, the mean alone, or ``variance``, mean and
@@ -69,6 +71,7 @@ class PromptRule:
     rank_by: Literal["sum", "largest", "squares"] = "largest"
     draws: bool = False
     draws_candidates: bool = False
+    sure: float = 0.0
     variance: bool = False
     min_mass: float = 0.0
     tail: str = ""
@@ -228,7 +231,8 @@ def _choose(
     mass = _over_rows(logits.softmax(-1).sum(1), rule.rank_by) * candidates
     places = (rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth).round().int()
     least = rule.min_mass * q.shape[1]
-    picked = _picked(mass * weights, places, rows[:, 0], rule.draws, SECOND_SPREAD)
+    sure = rule.sure * q.shape[1]
+    picked = _picked(mass * weights, places, rows[:, 0], rule.draws, SECOND_SPREAD, sure)
     return picked * weights * (mass > least)
 
 
@@ -250,6 +254,7 @@ def _picked(
     position: torch.Tensor,
     draws: bool,
     spread: float = SPREAD,
+    sure: float = 0.0,
 ) -> torch.Tensor:
     """``[H, tiles, blocks]`` fp32: 1 over the probability of blocks that are picked; else 0.
 
@@ -259,6 +264,7 @@ def _picked(
         position: ``[tiles]``, the first row's; where a sample starts follows from it.
         draws: whether the sample is random; else the largest are picked.
         spread: what is added to where a sample starts from tile to tile.
+        sure: the mass from which a drawn block is certain, though there were places for more.
     """
     if not draws:
         return _best(mass, places).float()
@@ -267,10 +273,11 @@ def _picked(
     rest = ordered.flip(-1).cumsum(-1).flip(-1)
     left = places[:, None] - torch.arange(size.shape[-1], device=size.device)  # if so many are sure
     threshold = rest / left.clamp(min=1)
-    sure = (ordered > threshold).int().cumprod(-1).sum(-1, keepdim=True)
+    certain = (ordered > threshold).int().cumprod(-1).sum(-1, keepdim=True)
     covered = (places >= (mass > 0).sum(-1))[..., None]
-    threshold = threshold.gather(-1, sure.clamp(max=size.shape[-1] - 1))
-    share = torch.where(covered, (mass > 0).double(), (size / threshold).clamp(max=1.0))
+    threshold = threshold.gather(-1, certain.clamp(max=size.shape[-1] - 1))
+    threshold = torch.where(covered, 0.0, threshold).clamp(min=max(sure, 1e-30))
+    share = torch.where(mass > 0, (size / threshold).clamp(max=1.0), 0.0)
     start = position.double()[:, None] / 64 * spread % 1.0
     until = share.cumsum(-1) + start
     drawn = until.floor() > (until - share).floor()

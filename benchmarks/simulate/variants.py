@@ -302,6 +302,19 @@ def _shared() -> list[Variant]:
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
+def _adaptive() -> list[Variant]:
+    """As many blocks as a tile and KV head needs, so that some need few and others get more."""
+    twice = PromptRule("m16", dense_last=1024, draws=True, draws_candidates=True, candidates=288)
+    most = replace(twice, blocks=288)
+    rules = {"96 of 192": replace(twice, candidates=192), "96 of 288": twice}
+    for sure in (0.005, 0.01, 0.02, 0.04, 0.08):
+        rules[f"sure {sure} of 288"] = replace(most, sure=sure)
+    for sure in (0.01, 0.02, 0.04):
+        rules[f"sure {sure} of 192"] = replace(most, candidates=192, blocks=192, sure=sure)
+    rules["144 sure 0.02 of 288"] = replace(most, blocks=144, sure=0.02)
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -315,4 +328,5 @@ SETS = {
     "one_step": _one_step(),
     "named": _named(),
     "shared": _shared(),
+    "adaptive": _adaptive(),
 }

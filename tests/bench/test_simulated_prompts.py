@@ -74,6 +74,21 @@ def test_one_step_attends_the_candidates(sums: bool) -> None:
     assert parts["attend"] == cost(PROMPT, 4096)[0]["attend"]
 
 
+def test_a_tile_draws_as_many_blocks_as_it_needs() -> None:
+    mass = torch.tensor([[[0.5, 0.25, 0.125, 0.0625, 0.03125, 0.0]]])
+    places, position = torch.tensor([6]), torch.tensor([0])
+    picked = prompts._picked(mass, places, position, True, sure=0.125)
+    assert picked[0, 0, :3].tolist() == [1, 1, 1]  # 3.75 blocks in all: one of two more, or none
+    assert set(picked[0, 0, 3:5].tolist()) <= {0.0, 2.0, 4.0}
+    starts = torch.arange(0, 64 * 256, 64)
+    each = mass.expand(1, 256, -1)
+    many = prompts._picked(each, places.expand(256), starts, True, sure=0.125)
+    assert (many > 0).sum(-1).max() <= 4
+    close(many.mean(1), torch.tensor([[1.0, 1, 1, 1, 1, 0]]), atol=0.05)
+    few = prompts._picked(mass, torch.tensor([2]), position, True, sure=0.125)
+    assert torch.equal(few, prompts._picked(mass, torch.tensor([2]), position, True))
+
+
 @pytest.mark.parametrize("draws", [False, True])
 def test_neighbours_share_what_all_of_their_rows_name(draws: bool) -> None:
     drawn = draw(1088, 1088)
