@@ -25,8 +25,7 @@ though they are ordered; what is not among them is a race until it is explained.
    ``block_sparse_hopper_dkdv_kernel`` with blocks of 64: sums of the second warpgroup
    (``sum_full``).  ``block_sparse_hopper_fwd_kernel``, ``attend_hopper_kernel``: plans
    (``plans_sm90.py``: ``full`` and ``empty``).  ``attend_hopper_kernel``: logs of weights
-   (``put_logs``; ``k_full``, and ``k_empty`` before the next: each warp reads them before a product
-   that no warp starts alone).
+   (``put_logs``; ``k_full``, and ``k_empty`` before the next).
 3. ``lse`` and ``delta`` of ``block_sparse_hopper_dkdv_kernel``: asynchronous copies.  When they end
    they arrive at ``g_full`` (``async_copy.mbarrier_arrive``), for which their readers wait.
 

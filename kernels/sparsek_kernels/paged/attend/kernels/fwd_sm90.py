@@ -109,7 +109,6 @@ def attend_pairs(
         stage = fetched % K_STAGES
         before = fetched % V_STAGES
         mbarrier.wait(k_full.index(stage), (fetched // K_STAGES) & 1)
-        # All four warps start a product together: none of them is late to read these.
         log_0, log_1 = take_logs(logs, stage)
         zero = gl.zeros([ROWS, PAIR], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
@@ -199,7 +198,6 @@ def attend_partition(
         stage = fetched % K_STAGES
         mbarrier.wait(q_full.index(slot), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), (fetched // K_STAGES) & 1)
-        # All four warps start a product together: none of them is late to read these.
         log_0, log_1 = take_logs(logs, stage)
         zero = gl.zeros([ROWS, PAIR], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
