@@ -288,13 +288,15 @@ def _shared() -> list[Variant]:
         "96 of 192": twice,
         "96 of 288": replace(twice, candidates=288),
         "72 of 288": replace(twice, blocks=72, candidates=288),
-        "64 of 288": replace(twice, blocks=64, candidates=288),
         "96 of 384": replace(twice, candidates=384),
+        "96 of 288 squares": replace(twice, candidates=288, rank_by="squares"),
         "96 of 288 m8 largest": replace(m8, candidates=288),
         "72 of 288 m8 largest": replace(m8, blocks=72, candidates=288),
+        "96 of 192 16 rows": fewer,
         "96 of 288 16 rows": replace(fewer, candidates=288),
         "96 of 288 shared": replace(shared, candidates=288),
         "96 of 384 shared": replace(shared, candidates=384),
+        "72 of 384 shared": replace(shared, blocks=72, candidates=384),
         "96 of 384 shared m8 largest": replace(
             shared, scores="m8", name_by="largest", candidates=384
         ),
