@@ -58,6 +58,7 @@ def simulate(model: Model, row: dict[str, Any], variants: list[Variant]) -> dict
             **results.figures(reference, logits, target),
             "attended": round(attended, 1),
             "mib_read": round(read / 2**20, 4),
+            "values_error": round(prompt.values_error(dense), results.DIGITS),
             "share": round(prompt.attended / ((len(row["ids"]) + 1) / 2), 4),
             "seconds": round(time.perf_counter() - start, 3),
         }
@@ -86,6 +87,18 @@ class _Prompt:
         self._prompt: Prompt = model.prompt(ids, attend)
         self._pages = [Pages(k, v) for k, v in self._prompt.cache]
         self.attended: float = torch.stack(seen).mean().item()
+
+    def values_error(self, other: _Prompt) -> float:
+        """Squared error of the values of all layers but the first, over the squares of ``other``'s.
+
+        It is a mean over layers, of the whole prompt, and so differs less by chance than answers.
+        """
+        pairs = zip(self._prompt.cache[1:], other._prompt.cache[1:], strict=True)
+        shares = [
+            (x.float() - y.float()).pow(2).sum() / y.float().pow(2).sum()
+            for (_, x), (_, y) in pairs
+        ]
+        return torch.stack(shares).mean().item()
 
     def answer(self, tokens: list[int], rule: decode.DecodeRule) -> tuple[torch.Tensor, float]:
         """Logits after each token of an answer, and the keys that a row attends in the mean."""

@@ -53,7 +53,7 @@ def cost(
     chosen = between
     if rule.scores != "dense":
         most = rule.blocks if rule.ranks else rule.candidates
-        places = (most * ((first + 1) / 16384) ** rule.growth).round()
+        places = rule.places(first, most * ((first + 1) / 16384) ** rule.growth)
         chosen = torch.minimum(between, places)
     attended = chosen + always
 
@@ -70,7 +70,8 @@ def cost(
     if rule.scores != "dense" and rule.ranks:
         rows = min(rule.rank_rows, rule.tile)
         whole = rule.scores == "all"
-        listed = between if whole else between.clamp(max=rule.candidates)
+        named = torch.minimum(between, rule.places(first, rule.candidates))
+        listed = between if whole else named
         made = _vectors(rule.ranks) * listed + PAGE * always
         parts["rank"] = made * rows / rule.tile
         reads += _bytes("exact", head_dim) * always

@@ -28,6 +28,8 @@ class PromptRule:
             by their sum), or ``page``, mean and variance of a page.
         blocks: the most blocks that a tile chooses, beside sinks and window.
         growth: the power of a tile's depth, in units of 16,384 keys, that multiplies ``blocks``.
+        deepens: the power of a tile's depth, in units of 32,768 keys and 1 at least, that
+            multiplies ``blocks`` and ``candidates``.
         tile: consecutive queries that share a choice.
         candidates: blocks among which ``ranks`` chooses.
         neighbours: tiles that share their candidates, which the rows of all of them name.
@@ -43,6 +45,8 @@ class PromptRule:
         draws: whether blocks are drawn by what they count.  The largest are chosen for certain, and
             one that was not likely to be drawn stands for as many as it (Madow and Madow 1944).
         draws_candidates: whether candidates are drawn too, by what names them.
+        name_power: the power of what names them that they are drawn by.  Below 1 those that means
+            of keys say too little of come in more often.
         variance: whether spread within a sketch's vectors adds to its logits.
         sure: a drawn block is certain from this share on, in the mean of a row's heads.  A tile
             draws no more blocks than that takes, and ``blocks`` at most.
@@ -60,6 +64,7 @@ class PromptRule:
     scores: str = "dense"
     blocks: int = 96
     growth: float = 0.0
+    deepens: float = 0.0
     tile: int = 64
     candidates: int = 192
     neighbours: int = 1
@@ -71,6 +76,7 @@ class PromptRule:
     rank_by: Literal["sum", "largest", "squares"] = "largest"
     draws: bool = False
     draws_candidates: bool = False
+    name_power: float = 1.0
     sure: float = 0.0
     variance: bool = False
     min_mass: float = 0.0
@@ -95,6 +101,10 @@ class PromptRule:
             raise ValueError(f"neighbours: expected whole chunks of them, got {self.neighbours}")
         if self.tile % self.name_stride:
             raise ValueError(f"name_stride: expected one in the tile, got {self.name_stride}")
+
+    def places(self, first: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+        """``count`` places, and more for tiles whose ``first`` row lies deep; whole numbers."""
+        return (count * ((first + 1) / 32768).clamp(min=1.0) ** self.deepens).round().int()
 
 
 def attend(
@@ -213,9 +223,9 @@ def _choose(
         share = logits.masked_fill_(~before, -math.inf).softmax(-1)
         # The first block has none before it.
         share = _over_rows(share.nan_to_num_(0).sum(1), rule.name_by) * between
-        share = _together(share, rule.neighbours)
+        share = _together(share, rule.neighbours).pow(rule.name_power)
         first = rows[:: rule.neighbours, 0]
-        places = torch.full_like(first, rule.candidates)
+        places = rule.places(first, rule.candidates)
         weights = _picked(share, places, first, rule.draws_candidates)
         weights = weights.repeat_interleave(rule.neighbours, 1)[:, : len(rows)] * between
         candidates = weights > 0
@@ -229,7 +239,7 @@ def _choose(
         logits = torch.where(between[:, None], sketched, logits)
     logits.masked_fill_(~(candidates | always)[:, None, :, None], -math.inf)
     mass = _over_rows(logits.softmax(-1).sum(1), rule.rank_by) * candidates
-    places = (rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth).round().int()
+    places = rule.places(rows[:, 0], rule.blocks * ((rows[:, 0] + 1) / 16384) ** rule.growth)
     least = rule.min_mass * q.shape[1]
     sure = rule.sure * q.shape[1]
     picked = _picked(mass * weights, places, rows[:, 0], rule.draws, SECOND_SPREAD, sure)

@@ -317,6 +317,28 @@ def _adaptive() -> list[Variant]:
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
+def _deep() -> list[Variant]:
+    """What keeps long contexts: more blocks, more candidates, more of both for deep tiles alone."""
+    twice = PromptRule("m16", dense_last=1024, draws=True, draws_candidates=True)
+    three = replace(twice, candidates=288)
+    rules = {
+        "96 of 192": twice,
+        "96 of 288": three,
+        "96 of 384": replace(twice, candidates=384),
+        "144 of 288": replace(three, blocks=144),
+        "144 of 432": replace(three, blocks=144, candidates=432),
+        "192 of 384": replace(twice, blocks=192, candidates=384),
+        "96 of 192 deepens .5": replace(twice, deepens=0.5),
+        "96 of 288 deepens .5": replace(three, deepens=0.5),
+        "96 of 288 power .75": replace(three, name_power=0.75),
+        "96 of 288 power .5": replace(three, name_power=0.5),
+        "96 of 288 by squares": replace(three, name_by="squares"),
+        "96 of 288 power .75 by squares": replace(three, name_by="squares", name_power=0.75),
+        "96 of 288 32 rows name": replace(three, name_stride=2),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -331,4 +353,5 @@ SETS = {
     "named": _named(),
     "shared": _shared(),
     "adaptive": _adaptive(),
+    "deep": _deep(),
 }
