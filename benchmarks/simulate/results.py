@@ -84,7 +84,8 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "variants": {
             name: {
                 **_means([row["results"] for row in rows], name),
-                **_ratio([row["results"] for row in rows], name),
+                **_ratio([row["results"] for row in rows], name, "kl"),
+                **_ratio([row["results"] for row in rows], name, "values_error"),
                 "of_task": {
                     task: {key: _means(found, name)[key] for key in ("kl", "added_nll")}
                     for task, found in sorted(of_task.items())
@@ -119,15 +120,17 @@ def _means(prompts: Sequence[dict[str, dict[str, float]]], name: str) -> dict[st
     return {key: round(value, DIGITS) for key, value in found.items()}
 
 
-def _ratio(prompts: Sequence[dict[str, dict[str, float]]], name: str) -> dict[str, float]:
-    """The geometric mean, prompt by prompt, of the KL over that of the set's first variant.
+def _ratio(prompts: Sequence[dict[str, dict[str, float]]], name: str, key: str) -> dict[str, float]:
+    """The geometric mean, prompt by prompt, of ``key`` over that of the set's first variant.
 
-    ``kl_ratio_error`` is the factor of one standard error.  Each KL counts as 1e-5 more: less is
-    rounding.
+    ``_error`` is the factor of one standard error.  Each figure counts as 1e-5 more: less is
+    rounding.  Files of earlier versions have no ``values_error``.
     """
     first = next((one for one in prompts[0] if one != "dense"), name)
-    logs = [math.log((x[name]["kl"] + 1e-5) / (x[first]["kl"] + 1e-5)) for x in prompts]
-    found = {"kl_ratio": math.exp(fmean(logs)), "kl_ratio_error": math.exp(_error(logs))}
+    if key not in prompts[0][first]:
+        return {}
+    logs = [math.log((x[name][key] + 1e-5) / (x[first][key] + 1e-5)) for x in prompts]
+    found = {f"{key}_ratio": math.exp(fmean(logs)), f"{key}_ratio_error": math.exp(_error(logs))}
     return {key: round(value, DIGITS) for key, value in found.items()}
 
 
