@@ -339,6 +339,15 @@ def _deep() -> list[Variant]:
     return [Variant(name, prompt=rule) for name, rule in rules.items()]
 
 
+def _layers() -> list[Variant]:
+    """Which layers' sparsity loses, where blocks are drawn."""
+    twice = PromptRule("m16", dense_last=1024, draws=True, draws_candidates=True)
+    rules = {"96 of 192": twice, "144 of 288": replace(twice, blocks=144, candidates=288)}
+    for i in range(4):
+        rules[f"96 of 192 quarter {i} dense"] = replace(twice, dense_quarters=(i,))
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
 SETS = {
     "decode": _decode(),
     "samples": _samples(),
@@ -354,4 +363,5 @@ SETS = {
     "shared": _shared(),
     "adaptive": _adaptive(),
     "deep": _deep(),
+    "layers": _layers(),
 }

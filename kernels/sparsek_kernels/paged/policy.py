@@ -33,7 +33,7 @@ RANKING_STRIDE, MOST_RANKING = 2, 32
 LAST_TOKENS = 64
 """Tokens of a prompt's end that ``last_part`` leaves to ``dense_last`` in any case."""
 
-CANDIDATES = 3
+CANDIDATES = 2
 """Blocks of a tile that are weighed by their real keys, for each slot."""
 
 MOST_LISTED = (1 << 16) - 1
