@@ -26,7 +26,7 @@ from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.model_sections import read_nsa
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.seer import SeerSelection
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, Growth, SelectionPolicy, StepPolicy
 
 _MODES = ["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "seer", "nsa"]
 
@@ -85,6 +85,10 @@ class SparsityConfig(BaseModel):
     top_k: Blocks = 96
     """Blocks that a prefill tile selects beyond sinks and window, per KV head. Without effect with
     `query_tile` 1 or `sparse_phase` `decode`."""
+    top_k_deep: Blocks | None = Field(None, examples=[192])
+    """Blocks that the deepest prefill tiles select: one more than `top_k` for every 16 blocks past
+    32,768 tokens, up to as many. If left out, all select `top_k`. Without effect with `query_tile`
+    1."""
     decode_tokens: Pairs = DECODE_TOKENS
     """Tokens that a decoded token selects, in pairs, per KV head, by records that pages keep of
     every 64 tokens; some of them are drawn, and stand for others too. Pages then have a multiple of
@@ -136,6 +140,14 @@ class SparsityConfig(BaseModel):
             return index < self.dense_layers
         return index in self.dense_layers
 
+    def _growth(self) -> Growth | None:
+        """How many more blocks deep tiles choose, up to ``top_k_deep``."""
+        if self.top_k_deep is None or self.top_k_deep == self.top_k or self.query_tile == 1:
+            return None
+        usual = Growth()
+        far = (self.top_k_deep - self.top_k) * usual.every * self.sel_block_size
+        return usual._replace(end=usual.start + far)
+
     def policy_for(self, index: int) -> StepPolicy:
         """Return what prompts and decoded tokens attend in the layer with this index.
 
@@ -156,6 +168,7 @@ class SparsityConfig(BaseModel):
             dense_last=DENSE_LAST if self.dense_last is None else self.dense_last,
             last_part=LAST_PART if self.dense_last is None else 0,
             query_tile=self.query_tile,
+            growth=self._growth(),
         )
         if self.mode in _BY_RECORDS:
             single = tiles.by_records(self.decode_tokens)
@@ -180,7 +193,7 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     ),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(FIELD_NAMES) - {"pattern", "gates"},
-    "pattern": frozenset(FIELD_NAMES) - {"gates"},
+    "pattern": frozenset(FIELD_NAMES) - {"gates", "top_k_deep"},
 }
 
 
@@ -482,6 +495,12 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
             f"SPARSEK setting query_tile (from {sources['query_tile']}): expected more than 1 in "
             "mode 'pattern', whose prefills choose blocks for a tile of queries, got 1; remedy: "
             "remove it, or mode block_topk"
+        )
+    if config.top_k_deep is not None and config.top_k_deep < config.top_k:
+        raise ConfigError(
+            f"SPARSEK setting top_k_deep (from {sources['top_k_deep']}): expected at least top_k, "
+            f"{config.top_k} (from {sources['top_k']}), got {config.top_k_deep}; remedy: a larger "
+            "one, or remove it"
         )
     if config.sel_block_size % CELL_SIZE:
         raise ConfigError(

@@ -36,8 +36,9 @@ def describe_idle_settings(resolved: ResolvedConfig) -> list[str]:
         idle: f", which leaves one budget: {only}, {getattr(config, only)} (from {sources[only]}); "
         f"remedy: set {only} instead"
     }
-    if idle == "top_k" and config.dense_last:
-        said["dense_last"] = "; remedy: remove it"
+    if idle == "top_k":
+        others = {"dense_last": config.dense_last, "top_k_deep": config.top_k_deep}
+        said |= {name: "; remedy: remove it" for name, value in others.items() if value}
     return [
         f"SPARSEK setting {name} (from {sources[name]}) has no effect with {cause} "
         f"{getattr(config, cause)} (from {sources[cause]}){rest}"

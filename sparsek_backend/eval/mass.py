@@ -141,7 +141,10 @@ def measure(
     ranges = torch.tensor([policy.candidate_range(i) for i in rows.tolist()], device=q.device)
     begin, end = ranges[:, None].split(1, -1)  # [R, 1, 1]
     competing = masses * ((number >= begin) & (number < end))
-    chosen = competing.topk(min(policy.scored_blocks, blocks), dim=-1).values.sum(-1)
+    largest = competing.topk(min(policy.scored_blocks, blocks), dim=-1).values
+    places = torch.tensor([policy.places(i) for i in rows.tolist()], device=q.device)
+    there = torch.arange(largest.shape[-1], device=q.device) < places[:, None, None]
+    chosen = (largest * there).sum(-1)
     best = (masses - competing).sum(-1) + chosen
     return caught.mean(0), best.mean(0), share.mean(0), error
 

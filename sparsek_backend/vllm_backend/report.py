@@ -140,10 +140,12 @@ def _describe_policy(policy: SelectionPolicy, mode: str) -> str:
             f"{policy.window_size} + {policy.top_k * policy.sel_block_size} tokens per KV head by "
             f"records of {policy.alignment}"
         )
-    sinks = policy.sink_blocks
+    sinks, blocks = policy.sink_blocks, f"{policy.top_k}"
+    if policy.growth is not None:
+        blocks += f" to {policy.at(policy.growth.end).top_k}"
     return (
         f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "
-        f"{policy.window_size} + {policy.top_k} blocks of {policy.sel_block_size} per KV head"
+        f"{policy.window_size} + {blocks} blocks of {policy.sel_block_size} per KV head"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from sparsek_backend.vllm_backend.report import (
 )
 from sparsek_backend.vllm_backend.stats import LOG_INTERVAL, EngineStats
 from sparsek_kernels.fallback import count_fallback
-from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.policy import Growth, SelectionPolicy, StepPolicy
 
 policies = st.one_of(
     st.just(SelectionPolicy()),
@@ -178,11 +179,12 @@ def test_both_budgets_are_selected_by_or_said_to_be_idle() -> None:
     assert "query_tile 1 (from VLLM_BATCH_INVARIANT)" in line
 
 
-def test_a_dense_end_that_no_prompt_has_is_said_to_be_idle() -> None:
+def test_what_is_of_prompts_alone_is_said_to_be_idle_without_them() -> None:
     for cause in ({"query_tile": 1}, {"sparse_phase": "decode"}):
-        (line,) = describe_idle_settings(resolve_config({**cause, "dense_last": 64}, {}))
-        assert line.startswith("SPARSEK setting dense_last (from --additional-config ")
-        assert line.endswith("; remedy: remove it")
+        for name, value in (("dense_last", 64), ("top_k_deep", 200)):
+            (line,) = describe_idle_settings(resolve_config({**cause, name: value}, {}))
+            assert line.startswith(f"SPARSEK setting {name} (from --additional-config ")
+            assert line.endswith("; remedy: remove it")
         assert describe_idle_settings(resolve_config({**cause, "dense_last": 0}, {})) == []
 
 
@@ -204,6 +206,9 @@ def test_the_line_per_layer_group() -> None:
     whole_blocks = StepPolicy(tiles, tiles.per_token(8, 64))
     fewer = describe_layers([0], whole_blocks, None, 128, "cpu", summary_share=1 / 32)
     assert "32 blocks of 64 per KV head (8 for decoded tokens)" in fewer
+    deep = StepPolicy.of(replace(tiles, growth=Growth(end=65536)))
+    grown = describe_layers([0], deep, None, 128, "cpu")
+    assert "window 512 + 32 to 64 blocks of 64 per KV head, decoded tokens" in grown
     assert "sink_window, 4 sink tokens + window 512" in describe_layers(
         [0], window, None, 64, "cuda"
     )

@@ -413,6 +413,21 @@ def test_decoded_tokens_have_a_budget_of_their_own() -> None:
     assert default.decode == default.prefill.by_records(DECODE_TOKENS)
 
 
+def test_deep_tiles_select_more_up_to_top_k_deep() -> None:
+    usual = resolve_config({"top_k": 90}, {}).config.policy_for(0)
+    deep = resolve_config({"top_k": 90, "top_k_deep": 122}, {}).config.policy_for(0)
+    few = usual.prefill.scored_blocks
+    assert [deep.prefill.places(1024 * tokens) - few for tokens in (31, 33, 48, 64, 65, 999)] == [
+        0, 1, 16, 32, 32, 32,
+    ]  # fmt: skip
+    assert deep.decode == usual.decode
+    assert resolve_config({"top_k": 90, "top_k_deep": 90}, {}).config.policy_for(0) == usual
+    with pytest.raises(ConfigError, match=r"top_k_deep .* expected at least top_k, 90"):
+        resolve_config({"top_k": 90, "top_k_deep": 89}, {})
+    with pytest.raises(ConfigError, match=r"top_k_deep .* has no effect in mode 'pattern'"):
+        resolve_config({"mode": "pattern", "pattern": "f", "top_k_deep": 99}, {})
+
+
 @pytest.mark.parametrize(
     ("settings", "by_records"),
     [

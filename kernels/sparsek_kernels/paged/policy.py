@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from sparsek_kernels.paged.sample import MOST_CELLS
 
@@ -46,6 +46,20 @@ Positions: TypeAlias = Any
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer not below ``a / b``, for ``b > 0``."""
     return -(-a // b)
+
+
+class Growth(NamedTuple):
+    """How many blocks more deep tiles choose than others.
+
+    Attributes:
+        start: position from which a tile chooses more.
+        every: blocks past ``start`` for which it chooses one more.
+        end: position from which all choose as many: lists have no more room.
+    """
+
+    start: int = 32_768
+    every: int = 16
+    end: int = 131_072
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,7 @@ class SelectionPolicy:
             selection: the first of them decides which blocks compete, and whether all see
             everything.  0: sinks and window end with blocks.
         last_part: where set, ``dense_last`` is at most the prompt's tokens over this, or 64.
+        growth: of ``top_k``, for the tiles of long prompts; ``None``: all choose as many.
     """
 
     num_sink: int = 0
@@ -94,6 +109,7 @@ class SelectionPolicy:
     query_tile: int = 64
     alignment: int = 0
     last_part: int = 0
+    growth: Growth | None = None
 
     def __post_init__(self) -> None:
         counts = ("num_sink", "top_k", "dense_below", "dense_last", "last_part", "alignment")
@@ -108,10 +124,24 @@ class SelectionPolicy:
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
             )
+        if self.growth is not None:
+            self._check_growth(self.growth)
         if self.alignment:
             self._check_alignment()
         elif not isinstance(size, int) or size < CELL_SIZE or size % CELL_SIZE:
             raise ValueError(f"sel_block_size: expected a multiple of {CELL_SIZE}, got {size!r}")
+
+    def _check_growth(self, growth: Growth) -> None:
+        if growth.every < 1 or not 0 <= growth.start <= growth.end:
+            raise ValueError(
+                f"growth: expected every >= 1 and 0 <= start <= end, got {growth.every}, "
+                f"{growth.start} and {growth.end}"
+            )
+        if self.query_tile == 1 or not self.selects_blocks:
+            raise ValueError(
+                "growth: expected None where single tokens or no blocks are chosen, got one with "
+                f"query_tile={self.query_tile} and top_k={self.top_k}"
+            )
 
     def _check_alignment(self) -> None:
         alignment, size = self.alignment, self.sel_block_size
@@ -148,6 +178,7 @@ class SelectionPolicy:
             query_tile=1,
             dense_last=0,
             last_part=0,
+            growth=None,
         )
 
     def by_records(self, tokens: int) -> SelectionPolicy:
@@ -169,6 +200,7 @@ class SelectionPolicy:
             query_tile=1,
             dense_last=0,
             last_part=0,
+            growth=None,
             alignment=SEGMENT,
         )
 
@@ -197,7 +229,12 @@ class SelectionPolicy:
         """Most blocks of a tile that are ranked exactly; a single token's are not."""
         if self.query_tile == 1:
             return 0
-        return max(min(CANDIDATES * self.scored_blocks, MOST_LISTED), self.scored_blocks)
+        return self.listed_places(self.scored_blocks)
+
+    @staticmethod
+    def listed_places(places: int) -> int:
+        """Most blocks of a tile with so many places that are ranked exactly."""
+        return max(min(CANDIDATES * places, MOST_LISTED), places)
 
     @property
     def is_dense(self) -> bool:
@@ -288,10 +325,30 @@ class SelectionPolicy:
         return first, position // self.sel_block_size + 1
 
     @cached_property
-    def scored_blocks(self) -> int:
+    def shallow_blocks(self) -> int:
         """Slots that an indexer fills for each tile, where there are that many candidates."""
         forced = self.sink_blocks + self.reach_blocks + self.segment_blocks
         return max(self.budget_blocks - forced, 0)
+
+    @cached_property
+    def scored_blocks(self) -> int:
+        """Slots of a list: as many as the deepest tile fills."""
+        return self.shallow_blocks if self.growth is None else self.places(self.growth.end)
+
+    def places(self, position: Positions) -> Positions:
+        """Slots that an indexer fills for the tile at ``position``, the first of a list."""
+        if self.growth is None:
+            return self.shallow_blocks
+        start, every, end = self.growth
+        deep = _at_most(position - position % self.query_tile, end) - start
+        return self.shallow_blocks + _at_least(deep, 0) // (every * self.sel_block_size)
+
+    def at(self, position: int) -> SelectionPolicy:
+        """The policy of the tile at ``position`` as that of all tiles."""
+        if self.growth is None:
+            return self
+        more = self.places(position) - self.shallow_blocks
+        return replace(self, top_k=self.top_k + more, growth=None)
 
     def candidate_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that compete for the slots of the tile at ``position``."""
@@ -309,7 +366,7 @@ class SelectionPolicy:
             return position < max(self.dense_below, self.num_sink + self.window_size)
         first, last = self.candidate_range(position)
         below = position - position % self.query_tile + self.query_tile <= self.dense_below
-        return below | (last - first <= self.scored_blocks)
+        return below | (last - first <= self.shallow_blocks)
 
     def attended_tokens(self, position: Positions, first: Positions | None = None) -> Positions:
         """Keys that the query at ``position`` attends: a function of positions alone.
@@ -329,8 +386,8 @@ class SelectionPolicy:
             first = position
         if self.selects_blocks:
             first_local, _ = self.local_range(first)
-            chosen = self.sink_blocks + self.scored_blocks
-            sparse = length + (chosen - first_local) * self.sel_block_size
+            chosen = self.sink_blocks + self.places(first)
+            sparse = length - _at_least(first_local - chosen, 0) * self.sel_block_size
         else:
             sparse = _at_most(length, self.num_sink + self.window_size)
         return sparse + self.sees_all(first) * (length - sparse)

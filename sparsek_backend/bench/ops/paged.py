@@ -368,7 +368,7 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             scored += sum(p // size * (size // CELL_SIZE) for p in samples)
             first, last = policy.candidate_range(base)
             blocks = policy.sink_blocks + policy.local_blocks
-            blocks += min(policy.listed_blocks, last - first)
+            blocks += min(policy.listed_places(policy.places(base)), last - first)
             scored += len(ranking_queries(positions, policy)) * blocks * size
             read += blocks * size
     return scored, read

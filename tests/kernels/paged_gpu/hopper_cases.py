@@ -20,7 +20,7 @@ from problems import Problem, make_problem
 
 from sparsek_kernels.paged import write_kv
 from sparsek_kernels.paged.index.page_records import launch as records_launch
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import Growth, SelectionPolicy, ceil_div
 from tests.kernels.gluon_interpreter import interpret
 
 PADDING = 3
@@ -92,6 +92,7 @@ CASES = [
         replace(TOP_K, query_tile=256),
         options={"heads": 1, "group": 5, "dim": 128},
     ),
+    Case("g4-growing", [(200, 1100)], replace(TOP_K, growth=Growth(256, 2, 1024))),
     Case("g4-far-heads", [(70, 450)], far=True),
 ]
 

@@ -160,6 +160,10 @@ class Chosen:
             return None
         if policy.scored_blocks == 0:
             return [[] for _ in found]
+        places = policy.places(positions[0])
+        most = policy.listed_places(places)
+        assert (found[:, places:] == -1).all()  # the room of deeper tiles
+        found, listed = found[:, :places], [row[:most] for row in listed]
         rule = (q, k, positions, policy, softmax_scale)
         named = candidates_reference(*rule)
         wrong = [list_error(named, head, mine, self.LIST_ERROR) for head, mine in enumerate(listed)]

@@ -11,7 +11,7 @@ from problems import Problem, make_problem
 
 from sparsek_kernels.paged.index.problem import Selection, Step
 from sparsek_kernels.paged.index.two_step import launch_probabilities
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import Growth, SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 from sparsek_kernels.paged.reference import select_tile_reference
 from sparsek_kernels.paged.sample_reference import list_error
@@ -31,7 +31,7 @@ class Case:
     k_scale: float = 1.0
 
 
-def sized(size: int, **changes: int) -> SelectionPolicy:
+def sized(size: int, **changes: int | Growth) -> SelectionPolicy:
     return replace(TILES, sel_block_size=size, top_k=2, **changes)
 
 
@@ -45,6 +45,7 @@ CASES = {
     "tile-128": Case([(65, 901)], sized(128, query_tile=64), {"heads": 1, "page_size": 64}),
     "tile-48": Case([(70, 460)], sized(48, query_tile=24), {"page_size": 48}),
     "tile-16": Case([(70, 300)], sized(16, query_tile=100), {"dim": 40}),
+    "tile-growing": Case([(300, 700)], sized(32, growth=Growth(128, 3, 512))),
     "tile-wide-group": Case([(40, 460)], sized(32, query_tile=64), {"heads": 1, "group": 12}),
 }
 PAGES = {"group": 4, "heads": 1, "page_size": 64}
@@ -105,12 +106,13 @@ def draw_candidates(
         lists: list[list[int]] = [[] for _ in range(heads)]
         if positions and not rule.sees_all(positions[0]):
             first, last = rule.candidate_range(positions[0])
-            count = min(rule.listed_blocks, last - first)
-            count -= len(drawn) % 2 if count > rule.scored_blocks + 1 else 0  # a place left over
+            places = rule.places(positions[0])
+            count = min(rule.listed_places(places), last - first)
+            count -= len(drawn) % 2 if count > places + 1 else 0  # a place left over
             for row in lists:
                 order = torch.randperm(last - first, generator=generator)[:count] + first
                 steps = torch.randint(0, 90, (count,), generator=generator)
-                steps *= last - first > rule.scored_blocks
+                steps *= last - first > places
                 row += (order.sort().values + (steps << 21)).tolist()
         drawn.append(lists)
     return drawn
@@ -176,8 +178,10 @@ def check(case: Case, dtype: torch.dtype, tolerance: float, whole: bool = False)
             drawn[index],
         )
         ranked += 1
+        places = rule.places(base)
         for head, chosen in enumerate(found):
-            assert not list_error(want, head, chosen, tolerance), (index, head)
+            assert not list_error(want, head, chosen[:places], tolerance), (index, head)
+            assert chosen[places:] == [-1] * (rule.scored_blocks - places)
     assert ranked
 
 

@@ -217,7 +217,10 @@ def _prefill(
         begin = max(first, plan.dense_end, start)
         end = min(first + tiles * plan.tile, length)
         row = first // plan.tile - start // plan.tile
-        mine = None if chosen is None else chosen.of_tiles(slice(row, row + tiles))
+        mine = None
+        if chosen is not None:
+            here = slice(row, row + tiles)
+            mine = Chosen(chosen.indices[here, :, : policy.places(first)])
         padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
         padded[begin - first : end - first] = q[begin - start : end - start]
         padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)

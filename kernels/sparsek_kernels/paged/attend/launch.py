@@ -50,7 +50,8 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         count = tiles.shape[0]
     blocks = ceil_div(batch.max_seq_len, run_keys)
     if topk:
-        budget = ceil_div(policy.budget_blocks * sel_block, run_keys)
+        deepest = policy.budget_blocks + policy.scored_blocks - policy.shallow_blocks
+        budget = ceil_div(deepest * sel_block, run_keys)
         blocks = min(blocks, max(budget, policy.dense_below // run_keys))
     elif policy.window_size is not None:
         attended = policy.num_sink + policy.window_size + (0 if decode else tile)
@@ -106,7 +107,8 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             SEL_BLOCK=sel_block,
             SINK_BLOCKS=policy.sink_blocks if topk else ceil_div(policy.num_sink, sel_block),
             REACH_BLOCKS=policy.reach_blocks if topk else 0,
-            SCORED_BLOCKS=policy.scored_blocks if topk else 0,
+            SCORED_BLOCKS=policy.shallow_blocks if topk else 0,
+            GROWTH=policy.growth,
             ALIGN=policy.segment_blocks if topk else 1,
             SAMPLE=policy.alignment > 0,
             BY_REQUEST=segment.by_request,

@@ -64,6 +64,7 @@ def attend_hopper(
         *out.stride()[:2], *selected.stride()[:2], batch.block_table.stride(0), q.stride(1),
         *k_distances, *v_distances,
         GROUP=group, HEAD_DIM=dim, TILE=policy.query_tile, SINK_BLOCKS=policy.sink_blocks,
-        REACH_BLOCKS=policy.reach_blocks, SCORED_BLOCKS=policy.scored_blocks, PAGE_SIZE=page_size,
-        HAS_SINKS=sinks is not None, K_STAGES=256 // dim, V_STAGES=256 // dim + 1, num_warps=4,
+        REACH_BLOCKS=policy.reach_blocks, SCORED_BLOCKS=policy.shallow_blocks, GROWTH=policy.growth,
+        PAGE_SIZE=page_size, HAS_SINKS=sinks is not None, K_STAGES=256 // dim,
+        V_STAGES=256 // dim + 1, num_warps=4,
     )  # fmt: skip

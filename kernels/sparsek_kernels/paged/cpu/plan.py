@@ -229,7 +229,8 @@ def plan_prefill(
         k_cache: ``[num_pages, Hkv, page_size, D]``, whose sizes bound a group.
     """
     _, heads, page_size, dim = k_cache.shape
-    blocks = policy.budget_blocks + 1 + (policy.listed_blocks if policy.selects_blocks else 0)
+    blocks = policy.at(2**31 - 1).budget_blocks + 1
+    blocks += policy.listed_blocks if policy.selects_blocks else 0
     most = max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
     key = ("prefill", request, policy, most, page_size)
     return batch.derived(key, lambda: _plan_prefill(batch, request, policy, most, page_size))
@@ -247,8 +248,11 @@ def _plan_prefill(
     start = low - low % tile if low < length else length
     while start < length:
         count = min(group_tiles, ceil_div(length - start, tile))
+        rule = policy.at(start)
+        while policy.at(start + (count - 1) * tile) != rule:  # tiles of a group choose as many
+            count -= 1
         firsts = start + tile * torch.arange(count)
         lens = torch.full((count,), length)
-        groups.append((start, count, make_tile_group(table, firsts, tile, lens, policy)))
+        groups.append((start, count, make_tile_group(table, firsts, tile, lens, rule)))
         start += count * tile
     return PrefillPlan(low, tile, tuple(groups), table)

@@ -45,6 +45,8 @@ class Indexer(ABC):
     ``Segment.tensors``.  Where it is not so, the launches of attention alone are repeated."""
     aligned: ClassVar[bool] = False
     """Whether it chooses by policies with an alignment."""
+    grows: ClassVar[bool] = False
+    """Whether it chooses by policies with a growth."""
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
         """Bytes that it keeps for one page and KV head: by default means of 16 keys."""
@@ -78,6 +80,10 @@ class Indexer(ABC):
             raise ValueError(
                 f"policy: expected query_tile {'= 1' if self.per_token else '> 1'} with "
                 f"{type(self).__name__}, got {policy.query_tile}"
+            )
+        if policy.growth is not None and not self.grows:
+            raise ValueError(
+                f"policy: expected growth None with {type(self).__name__}, got {policy.growth}"
             )
         if policy.alignment and not self.aligned:
             raise ValueError(

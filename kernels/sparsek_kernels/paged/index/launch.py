@@ -17,7 +17,6 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, first_sparse
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from sparsek_kernels.paged.sample import first_key
 from sparsek_kernels.paged.scratch import MOST_ROWS, overlap_options, rows_per_step
 
 SCRATCH_ELEMENTS = 1 << 24
@@ -111,13 +110,14 @@ def top_blocks(call: Selection, step: Step, out: torch.Tensor, scores: Scores) -
     # No row of a shorter sequence is sorted, so its batch needs no kernel of its own.
     blocks = max(call.max_blocks, _fewest_blocks(policy), 16)
     warps, registers = top_warps(blocks)
-    drawn = 0 if call.tiles is None else first_key(out.shape[2], policy.samples * call.group)
+    tiles = call.tiles is not None
     run(
         top_blocks_kernel, (step.count, call.heads),
         out, scores.values, *pointers(batch.seq_lens, call.tiles),
         batch.seq_lens, batch.cu_seqlens_q, policy.dense_below, step.first, call.width,
         *out.stride()[:2], *scores.strides,
-        FROM_LOGITS=scores.logit_rows > 0, COUNT=out.shape[2], FIRST_KEY=drawn,
+        FROM_LOGITS=scores.logit_rows > 0, GROWTH=policy.growth if tiles else None,
+        COUNT=out.shape[2], DRAW_ROWS=policy.samples * call.group if tiles else 0,
         MAX_BLOCKS=next_power_of_2(blocks), num_warps=warps, maxnreg=registers,
         **call.tile_keys() | ({"GROUP": scores.logit_rows} if scores.logit_rows else {}),
         **overlap_options(scores.values.device),

@@ -96,7 +96,7 @@ class Selection:
             "SEL_BLOCK": self.policy.sel_block_size,
             "SINK_BLOCKS": self.policy.sink_blocks,
             "REACH_BLOCKS": self.policy.reach_blocks,
-            "SCORED_BLOCKS": self.policy.scored_blocks,
+            "SCORED_BLOCKS": self.policy.shallow_blocks,
         }
 
     def tile_rule(self) -> dict[str, int]:

@@ -38,7 +38,15 @@ def first_sum(position, SPREAD: tl.constexpr):
 
 
 @triton.jit
-def threshold_steps(counts, KEYS: tl.constexpr, COUNT: tl.constexpr):
+def first_key_of(places, rows):
+    """``sample.first_key``."""
+    share = tl.maximum(places // rows, 1).to(tl.float32)
+    octave = share.to(tl.int32, bitcast=True) >> 23  # 127 more
+    return ((254 - octave) << 2) - (KEYS - 1)
+
+
+@triton.jit
+def threshold_steps(counts, COUNT, KEYS: tl.constexpr):
     """``ceil(32 log2 T)`` of the rule, from how many cells there are of each key, ``[KEYS]``."""
     keys = tl.arange(0, KEYS)
     sizes = tl.exp2(keys.to(tl.float32) * 0.25)
@@ -61,29 +69,31 @@ def steps_and_shares(key, threshold):
 
 @triton.jit
 def draw(
-    out_ptr, score, number, inside, start, known_steps,
-    FIRST_KEY: tl.constexpr, COUNT: tl.constexpr, PLACES: tl.constexpr,
+    out_ptr, score, number, inside, start, known_steps, first_key, count,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write a sample of ``COUNT`` of more things ``inside``: entries in their order, then -1.
+    """Write a sample of ``count`` of more things ``inside``: entries in their order, then -1 up to
+    ``WIDTH``.
 
     score, number: ``[BLOCK]``, how much each matters and what it is called in its entry.
     start: what the sum of probabilities starts from (``first_sum``).
     known_steps: ``[BLOCK]`` int32, steps of weights that things have already.
     """
     # NaN and negative scores count as zero.
-    key = (tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True) >> 21) - FIRST_KEY
+    key = (tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True) >> 21) - first_key
     key = tl.minimum(tl.maximum(key, 0), KEYS - 1)
-    threshold = threshold_steps(tl.histogram(key, KEYS, mask=inside), KEYS, COUNT)
+    threshold = threshold_steps(tl.histogram(key, KEYS, mask=inside), count, KEYS)
     steps, share = steps_and_shares(key, threshold)
     share = tl.where(inside, share, 0)
     until = start + tl.cumsum(share, axis=0)
     place = ((until - share).to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
     until = (until.to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
-    drawn = inside & (until > place) & (place < COUNT)
+    drawn = inside & (until > place) & (place < count)
     steps = tl.minimum(steps + known_steps, MOST_STEPS)
     tl.store(out_ptr + place, number + (steps << CELL_BITS), mask=drawn)
     filled = ((start + tl.sum(share, axis=0)).to(tl.uint32) >> WHOLE_BITS).to(tl.int32)
+    PLACES: tl.constexpr = triton.next_power_of_2(WIDTH)
     offs = tl.arange(0, PLACES)
     tl.store(
-        out_ptr + offs, tl.full([PLACES], -1, tl.int32), mask=(offs >= filled) & (offs < COUNT)
+        out_ptr + offs, tl.full([PLACES], -1, tl.int32), mask=(offs >= filled) & (offs < WIDTH)
     )

@@ -9,10 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsek_kernels.paged.policy import CANDIDATES as _CANDIDATES
+from sparsek_kernels.paged.policy import MOST_LISTED as _MOST_LISTED
+
 DENSE: tl.constexpr = tl.constexpr(0)
 SINK_WINDOW: tl.constexpr = tl.constexpr(1)
 TOP_K: tl.constexpr = tl.constexpr(2)
 
+CANDIDATES = tl.constexpr(_CANDIDATES)
+MOST_LISTED = tl.constexpr(_MOST_LISTED)
 NO_KEY: tl.constexpr = tl.constexpr(1 << 30)  # a position past every query
 
 
@@ -72,16 +77,37 @@ def tile_sees_all(
 
 
 @triton.jit
+def tile_places(
+    tile_start, SEL_BLOCK: tl.constexpr, SCORED_BLOCKS: tl.constexpr, GROWTH: tl.constexpr
+):
+    """``SelectionPolicy.places`` of the policy tile that starts at ``tile_start``.
+
+    ``SCORED_BLOCKS`` are of shallow tiles, ``GROWTH`` is of the policy.
+    """
+    if GROWTH is None:
+        return SCORED_BLOCKS
+    else:
+        deep = tl.minimum(tile_start, GROWTH.end) - GROWTH.start
+        return SCORED_BLOCKS + tl.maximum(deep, 0) // (GROWTH.every * SEL_BLOCK)
+
+
+@triton.jit
+def listed_places(places):
+    """``SelectionPolicy.listed_places``."""
+    return tl.maximum(tl.minimum(CANDIDATES * places, MOST_LISTED), places)
+
+
+@triton.jit
 def tile_list(
-    tile_start, low, high, full, window,
+    tile_start, low, high, full, window, places,
     MODE: tl.constexpr, SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr, ALIGN: tl.constexpr = 1,
+    REACH_BLOCKS: tl.constexpr, ALIGN: tl.constexpr = 1,
 ):  # fmt: skip
     """The ordered list of attended blocks as ``(num_front, num_selected, first_local, count)``.
 
     Entry ``t`` is block ``t`` below ``num_front``, the ``t - num_front``-th selected block for the
-    next ``num_selected`` entries, and counts up from ``first_local`` after those.  ``ALIGN`` is
-    ``SelectionPolicy.segment_blocks``.
+    next ``num_selected`` entries, and counts up from ``first_local`` after those.  ``places`` are
+    of :func:`tile_places`, ``ALIGN`` is ``SelectionPolicy.segment_blocks``.
     """
     last = high // SEL_BLOCK
     if MODE == SINK_WINDOW:
@@ -90,7 +116,7 @@ def tile_list(
         own = tile_start // (SEL_BLOCK * ALIGN) * ALIGN
         first_local = tl.maximum(own - REACH_BLOCKS, 0)
     num_front = tl.minimum(first_local, SINK_BLOCKS)
-    num_selected = SCORED_BLOCKS
+    num_selected = places
     num_front = tl.where(full, last + 1, num_front)
     num_selected = tl.where(full, 0, num_selected)
     first_local = tl.where(full, last + 1, first_local)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sparsek_kernels.paged.policy import Growth
+
 
 class Rule(NamedTuple):
     """What a tile attends, as compile-time constants."""
@@ -15,6 +17,7 @@ class Rule(NamedTuple):
     SINK_BLOCKS: int
     REACH_BLOCKS: int
     SCORED_BLOCKS: int
+    GROWTH: Growth | None
     ALIGN: int
     SAMPLE: bool  # whether entries of lists are cells with weights
     BY_REQUEST: bool  # whether a tile is a decoding request, whose first token decides

@@ -13,6 +13,7 @@ from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
     SINK_WINDOW,
     tile_list,
+    tile_places,
     tile_sees_all,
     tile_span,
 )
@@ -118,9 +119,10 @@ def attend_kernel(
         policy_start, dense_below, MODE, POLICY_TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
         SCORED_BLOCKS, ALIGN,
     )  # fmt: skip
+    listed = tile_places(policy_start, SEL_BLOCK, SCORED_BLOCKS, RULE.GROWTH)
     num_front, num_selected, first_local, count = tile_list(
-        policy_start, low, high, full, window, MODE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
-        SCORED_BLOCKS, ALIGN,
+        policy_start, low, high, full, window, listed, MODE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
+        ALIGN,
     )  # fmt: skip
     selection = tile if FROM_TABLE or BY_REQUEST else token_of_zero + low
     selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih

@@ -14,7 +14,13 @@ from sparsek_kernels.common.kernels.gluon_names import thread_barrier, tma_load
 from sparsek_kernels.common.kernels.plans_sm90 import plan_field, put_plan
 from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.sample import entry_of
-from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_list, tile_sees_all, tile_span
+from sparsek_kernels.paged.kernels.tiles import (
+    TOP_K,
+    tile_list,
+    tile_places,
+    tile_sees_all,
+    tile_span,
+)
 
 ROWS: gl.constexpr = gl.constexpr(64)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
@@ -28,7 +34,7 @@ def place(
     tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
     dense_below, num_tiles,
     GROUP: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr,
+    SCORED_BLOCKS: gl.constexpr, GROWTH: gl.constexpr,
 ):  # fmt: skip
     """Work item ``item``: ``(tile, kv_head, first member, request, start, low, high,
     token_of_zero, front, selected, first_local, count)``.
@@ -52,8 +58,9 @@ def place(
     full = tile_sees_all(
         policy_start, dense_below, TOP_K, TILE, ROWS, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
+    places = tile_places(policy_start, ROWS, SCORED_BLOCKS, GROWTH)
     front, selected, first_local, count = tile_list(
-        policy_start, low, high, full, 0, TOP_K, ROWS, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
+        policy_start, low, high, full, 0, places, TOP_K, ROWS, SINK_BLOCKS, REACH_BLOCKS
     )
     return (
         tile, kv_head, member, request, start, low, high, token_of_zero, front, selected,
@@ -144,7 +151,7 @@ def plan_partition(
     stride_it, stride_ih,
     stride_br,
     GROUP: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr,
-    SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    SCORED_BLOCKS: gl.constexpr, GROWTH: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Say where each item of this program lies, in order, then that there are no more.
 
@@ -160,7 +167,7 @@ def plan_partition(
             first_local, count,
         ) = place(
             item, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles, GROUP, TILE,
-            SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+            SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH,
         )  # fmt: skip
         if high >= low:
             chosen, table = _list_of(

@@ -258,8 +258,9 @@ def attend_hopper_kernel(
     stride_br,
     q_head_cols, k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SINK_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    HAS_SINKS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, GROWTH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HAS_SINKS: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor; ``num_items`` pairs of heads of 64 queries.
 
@@ -305,7 +306,7 @@ def attend_hopper_kernel(
             (plan_partition, (
                 plans, plan_full, plan_empty, selected_ptr, tiles_ptr, block_table_ptr,
                 seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles, num_items, stride_it,
-                stride_ih, stride_br, GROUP, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+                stride_ih, stride_br, GROUP, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH,
                 PAGE_SIZE,
             )),
         ],

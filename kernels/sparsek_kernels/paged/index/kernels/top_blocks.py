@@ -8,8 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.sample import SPREAD, draw, first_sum
-from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
+from sparsek_kernels.paged.kernels.sample import SPREAD, draw, first_key_of, first_sum
+from sparsek_kernels.paged.kernels.tiles import (
+    TOP_K,
+    listed_places,
+    tile_places,
+    tile_sees_all,
+    tile_span,
+)
 
 
 @triton.jit
@@ -126,24 +132,24 @@ def sum_of_probabilities(
 def write_top(
     out_ptr, score_ptr,
     stride_sg,
-    num_blocks, first, last, position,
-    GROUP: tl.constexpr, FROM_LOGITS: tl.constexpr, COUNT: tl.constexpr, FIRST_KEY: tl.constexpr,
+    num_blocks, first, last, position, count,
+    GROUP: tl.constexpr, FROM_LOGITS: tl.constexpr, COUNT: tl.constexpr, DRAW_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
 
-    With a ``FIRST_KEY``, a sample of them (``draw``).
+    With ``DRAW_ROWS``, a sample of ``count`` of them (``draw``).
     """
     offs = tl.arange(0, BLOCK)
     if FROM_LOGITS:
         score = sum_of_probabilities(score_ptr, stride_sg, num_blocks, GROUP, BLOCK)
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
-    if FIRST_KEY:
+    if DRAW_ROWS:
         inside = (offs >= first) & (offs < last)
-        PLACES: tl.constexpr = triton.next_power_of_2(COUNT)
         start = first_sum(position, SPREAD)
-        draw(out_ptr, score, offs, inside, start, 0, FIRST_KEY, COUNT, PLACES)
+        first_key = first_key_of(count, DRAW_ROWS)
+        draw(out_ptr, score, offs, inside, start, 0, first_key, count, COUNT)
     else:
         chosen, rank = best_of(score, first, last, COUNT, BLOCK)
         tl.store(out_ptr + rank, offs, mask=chosen)
@@ -158,10 +164,11 @@ def top_blocks_kernel(
     FROM_TABLE: tl.constexpr, TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, TILE: tl.constexpr, FROM_LOGITS: tl.constexpr, SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr, SCORED_BLOCKS: tl.constexpr,
-    COUNT: tl.constexpr, FIRST_KEY: tl.constexpr, MAX_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
+    GROWTH: tl.constexpr, COUNT: tl.constexpr, DRAW_ROWS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A single token's selection for one KV head, its best blocks, or a tile's candidates, a sample
-    of blocks (``FIRST_KEY`` is of ``sample.first_key``; 0 for tokens).
+    of blocks (``DRAW_ROWS`` is what scores add up to at most; 0 for tokens).
 
     Single tokens have logits by query head (``FROM_LOGITS``), ``stride_sg`` apart, or summed
     scores, and write their row of the output, -1 where they see everything.  Tiles (``FROM_TABLE``)
@@ -194,7 +201,10 @@ def top_blocks_kernel(
         return
     first = SINK_BLOCKS
     last = tl.minimum(base // SEL_BLOCK - REACH_BLOCKS, width)
-    if last - first <= COUNT:  # all of them: their scores do not matter
+    count = COUNT
+    if GROWTH is not None:
+        count = listed_places(tile_places(base, SEL_BLOCK, SCORED_BLOCKS, GROWTH))
+    if last - first <= count:  # all of them: their scores do not matter
         WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
         offs = tl.arange(0, WIDTH)
         block = tl.where(first + offs < last, first + offs, -1)
@@ -205,23 +215,23 @@ def top_blocks_kernel(
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, base, GROUP, FROM_LOGITS, COUNT,
-            FIRST_KEY, SMALL,
+            out, scores, stride_sg, num_blocks, first, last, base, count, GROUP, FROM_LOGITS,
+            COUNT, DRAW_ROWS, SMALL,
         )  # fmt: skip
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, base, GROUP, FROM_LOGITS, COUNT,
-            FIRST_KEY, MEDIUM,
+            out, scores, stride_sg, num_blocks, first, last, base, count, GROUP, FROM_LOGITS,
+            COUNT, DRAW_ROWS, MEDIUM,
         )  # fmt: skip
     elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
         LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, base, GROUP, FROM_LOGITS, COUNT,
-            FIRST_KEY, LARGE,
+            out, scores, stride_sg, num_blocks, first, last, base, count, GROUP, FROM_LOGITS,
+            COUNT, DRAW_ROWS, LARGE,
         )  # fmt: skip
     else:
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, base, GROUP, FROM_LOGITS, COUNT,
-            FIRST_KEY, MAX_BLOCKS,
+            out, scores, stride_sg, num_blocks, first, last, base, count, GROUP, FROM_LOGITS,
+            COUNT, DRAW_ROWS, MAX_BLOCKS,
         )  # fmt: skip

@@ -26,6 +26,7 @@ class TwoStep(Indexer):
 
     per_token: ClassVar[bool | None] = False
     replayable: ClassVar[bool] = True
+    grows: ClassVar[bool] = True
 
     def __init__(self, kept: list[torch.Tensor] | None = None) -> None:
         self.kept = kept

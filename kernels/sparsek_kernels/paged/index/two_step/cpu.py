@@ -50,10 +50,11 @@ def select(
         for first, tiles, group in plan.groups:
             begin, end = max(first, plan.dense_end, start), min(first + tiles * tile, length)
             rows = q[token + begin - start : token + end - start]
-            given = (rows, begin, first, group, operands.k_cache, means, policy, scale)
+            rule = policy.at(first)
+            given = (rows, begin, first, group, operands.k_cache, means, rule, scale)
             candidates, found = _select_group(*given)
             row = first // tile - start // tile
-            chosen[row : row + len(found)] = found.to(torch.int32)
+            chosen[row : row + len(found), :, : found.shape[2]] = found.to(torch.int32)
             listed[row : row + len(found), :, : candidates.shape[2]] = candidates.to(torch.int32)
         parts.append(chosen)
         if kept is not None:

@@ -5,6 +5,8 @@ A program reads each key once for all its rows; programs share lists until they 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparsek_kernels.common.device import device_arch, multiprocessors
@@ -19,7 +21,6 @@ from sparsek_kernels.paged.index.two_step.kernels.probabilities import (
     rank_blocks_kernel,
 )
 from sparsek_kernels.paged.policy import ceil_div
-from sparsek_kernels.paged.sample import first_key
 from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 _BLOCK, _STREAMS = sm90.BLOCK.value, sm90.STREAMS.value
@@ -69,6 +70,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         "SAMPLES": policy.ranking_samples,
         "STRIDE": policy.ranking_stride,
         "LOCAL_BLOCKS": policy.local_blocks,
+        "GROWTH": policy.growth,
         "LISTED_BLOCKS": policy.listed_blocks,
     }
     if config.hopper and masses_fit(call):
@@ -80,8 +82,8 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         call.out, masses, candidates, *call.lengths, policy.dense_below, step.first, call.width,
         *call.out.stride()[:2],
         BLOCK_R=rank_rows(call.list_slots, call.rows),
-        FIRST_KEY=first_key(policy.scored_blocks, policy.ranking_samples * call.group),
-        num_warps=4 if call.list_slots <= 1024 else 8, **shape, **overlap_options(call.q.device),
+        COUNT=policy.scored_blocks, num_warps=4 if call.list_slots <= 1024 else 8, **shape,
+        **overlap_options(call.q.device),
     )  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def _list_masses(
     step: Step,
     candidates: torch.Tensor,
     masses: torch.Tensor,
-    shape: dict[str, int | bool],
+    shape: dict[str, Any],
     config: TileConfig,
 ) -> None:
     """Write the masses of a step's lists by the kernel for every GPU."""
@@ -125,7 +127,7 @@ def _list_masses_sm90(
     step: Step,
     candidates: torch.Tensor,
     masses: torch.Tensor,
-    shape: dict[str, int | bool],
+    shape: dict[str, Any],
 ) -> None:
     """Write the masses of a step's lists by the kernel for Hopper."""
     q, batch, policy = call.q, call.batch, call.policy

@@ -63,8 +63,9 @@ def candidates_reference(
         k: ``[N, Hkv, D]``.
 
     Returns:
-        For each KV head a list of ``policy.listed_blocks`` places.
+        For each KV head a list of as many places as the tile's rule lists.
     """
+    policy = policy.at(positions[0])
     first, _ = policy.candidate_range(positions[0])
     scores = tile_scores_reference(q, k, positions, policy, softmax_scale)[:, first:]
     rows = policy.samples * (q.shape[1] // k.shape[1])
@@ -138,8 +139,9 @@ def select_tile_reference(
             :func:`candidates_reference`.
 
     Returns:
-        For each KV head a list of ``policy.scored_blocks`` places.
+        For each KV head a list of ``policy.places(positions[0])`` places.
     """
+    policy = policy.at(positions[0])
     first, last = policy.candidate_range(positions[0])
     if listed is None:
         listed = candidates_reference(q, k, positions, policy, softmax_scale).entries

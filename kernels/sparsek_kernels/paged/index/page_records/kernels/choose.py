@@ -14,6 +14,7 @@ from sparsek_kernels.paged.kernels.sample import (
     CELL_BITS,
     SPREAD,
     WHOLE_BITS,
+    first_key_of,
     first_sum,
     steps_and_shares,
     threshold_steps,
@@ -38,14 +39,6 @@ def request_range(request, seq_lens_ptr, cu_seqlens_ptr, dense_below, width, RUL
     last = tl.maximum(own - RULE.REACH_BLOCKS // VECTORS, 0)
     full = sees_all(position, dense_below, RULE)
     return position, num_tokens, tl.where(full | (num_tokens <= 0), 0, last), own
-
-
-@triton.jit
-def first_key_of(rows, RULE: tl.constexpr):
-    """``sample.first_key`` for ``rows`` tokens and heads that choose together."""
-    share = tl.maximum(RULE.SCORED_BLOCKS // rows, 1).to(tl.float32)
-    octave = share.to(tl.int32, bitcast=True) >> 23  # 127 more
-    return ((254 - octave) << 2) - (RULE.KEYS - 1)
 
 
 @triton.jit(do_not_specialize=["first_request", "dense_below"])
@@ -131,7 +124,8 @@ def rank_cells_kernel(
             rest = tl.reshape(rest.to(tl.float32), [CHUNK, VECTORS])
             score += tl.exp2((base + gain - above)[:, None] + rest)
     score = tl.where(score > 0.0, score, 0.0)
-    key = (score.to(tl.int32, bitcast=True) >> 21) - first_key_of(num_tokens * GROUP, RULE)
+    first_key = first_key_of(RULE.SCORED_BLOCKS, num_tokens * GROUP)
+    key = (score.to(tl.int32, bitcast=True) >> 21) - first_key
     key = tl.minimum(tl.maximum(key, 0), KEYS - 1)
     key = tl.where(competes[:, None], key, -1)
     key = tl.reshape(key, [CHUNK * VECTORS])
@@ -185,7 +179,7 @@ def list_cells_kernel(
                 counts += tl.histogram(key, KEYS, mask=mask)
         else:
             counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
-        threshold = threshold_steps(counts, KEYS, COUNT)
+        threshold = threshold_steps(counts, COUNT, KEYS)
         total = first_sum(position, SPREAD)
         turn = offs % VECTORS
         ordered = offs - turn + turn % (VECTORS // THREADS) * THREADS + turn // (VECTORS // THREADS)

@@ -21,9 +21,18 @@ from sparsek_kernels.paged.kernels.sample import (
     SECOND_SPREAD,
     draw,
     entry_of,
+    first_key_of,
     first_sum,
 )
-from sparsek_kernels.paged.kernels.tiles import NO_KEY, TOP_K, page_of, tile_sees_all, tile_span
+from sparsek_kernels.paged.kernels.tiles import (
+    NO_KEY,
+    TOP_K,
+    listed_places,
+    page_of,
+    tile_places,
+    tile_sees_all,
+    tile_span,
+)
 
 
 @triton.jit
@@ -44,13 +53,16 @@ def sample_positions(
 
 
 @triton.jit
-def num_listed(first_local, width, SINK_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr):
-    """Candidates of a tile whose windows begin in block ``first_local``: they are below ``width``.
-
-    ``top_blocks_kernel`` lists as many.
-    """
-    competing = tl.minimum(first_local, width) - SINK_BLOCKS
-    return tl.minimum(tl.maximum(competing, 0), LISTED_BLOCKS)
+def num_listed(
+    base, width,
+    SEL_BLOCK: tl.constexpr, SINK_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr, GROWTH: tl.constexpr,
+):  # fmt: skip
+    """Candidates of the tile at ``base``, which are below ``width``, as ``top_blocks_kernel``
+    lists them, and the tile's places."""
+    competing = tl.minimum(base // SEL_BLOCK - REACH_BLOCKS, width) - SINK_BLOCKS
+    places = tile_places(base, SEL_BLOCK, SCORED_BLOCKS, GROWTH)
+    return tl.minimum(tl.maximum(competing, 0), listed_places(places)), places
 
 
 @triton.jit
@@ -205,8 +217,8 @@ def listed_masses_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
     SAMPLES: tl.constexpr, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr, GROWTH: tl.constexpr, LISTED_BLOCKS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Logarithmic masses of a share of one tile's list, for ``BLOCK_M`` rows of one KV head.
 
@@ -271,7 +283,10 @@ def listed_masses_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    listed = num_listed(first_local, width, SINK_BLOCKS, LISTED_BLOCKS) * PARTS
+    listed, _places = num_listed(
+        base, width, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH
+    )
+    listed *= PARTS
     share = tl.cdiv(tl.cdiv(listed, UNITS), tl.num_programs(2)) * UNITS
     begin = FORCED + tl.program_id(2) * share
     end = tl.minimum(begin + share, FORCED + listed)
@@ -298,16 +313,16 @@ def rank_blocks_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_R: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr, LISTED_BLOCKS: tl.constexpr, FIRST_KEY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr, GROWTH: tl.constexpr, LISTED_BLOCKS: tl.constexpr,
+    COUNT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Selected blocks of one tile and KV head: a sample of candidates by what a sample of queries
     gives them at most.
 
-    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32 entries, blocks
-    ascending; tiles that see everything get -1.  ``BLOCK_R`` rows are read at a time.
+    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, COUNT]`` int32 entries, blocks ascending;
+    tiles that see everything get -1.  ``BLOCK_R`` rows are read at a time.
     """
-    WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
+    WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
     FORCED_BLOCKS: tl.constexpr = SINK_BLOCKS + LOCAL_BLOCKS
@@ -330,16 +345,17 @@ def rank_blocks_kernel(
     )
     if full | (high < 0):
         none = tl.arange(0, WIDTH)
-        tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < SCORED_BLOCKS)
+        tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < COUNT)
         return
-    first_local = base // SEL_BLOCK - REACH_BLOCKS
     place = local.to(tl.int64) * NUM_KV_HEADS + kv_head
     candidates = candidates_ptr + place * LISTED_BLOCKS
-    listed = num_listed(first_local, width, SINK_BLOCKS, LISTED_BLOCKS)
-    if listed <= SCORED_BLOCKS:  # all of them, since rows of scores end before the window does
+    listed, places = num_listed(
+        base, width, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH
+    )
+    if listed <= places:  # all of them, since rows of scores end before the window does
         each = tl.arange(0, WIDTH)
-        all_of_them = tl.load(candidates + each, mask=each < listed, other=0)
-        tl.store(out + each, all_of_them, mask=each < SCORED_BLOCKS)
+        all_of_them = tl.load(candidates + each, mask=each < listed, other=-1)
+        tl.store(out + each, all_of_them, mask=each < COUNT)
         return
     list_end = FORCED_BLOCKS + listed
     offs = tl.arange(0, BLOCK)
@@ -373,5 +389,5 @@ def rank_blocks_kernel(
     start = first_sum(base, SECOND_SPREAD)
     draw(
         out, score, block, listed_here & (entry >= 0), start, tl.maximum(entry, 0) >> CELL_BITS,
-        FIRST_KEY, SCORED_BLOCKS, WIDTH,
+        first_key_of(places, SAMPLES * GROUP), places, COUNT,
     )  # fmt: skip

@@ -41,7 +41,7 @@ def list_share(
     dense_below, first_tile, num_work, width,
     NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
-    LISTED_BLOCKS: gl.constexpr,
+    GROWTH: gl.constexpr,
 ):  # fmt: skip
     """A stream's work: ``(place, request, base, low, high, token_of_zero, first_local,
     forced place, forced, listed place, entries)``.
@@ -59,7 +59,9 @@ def list_share(
     )
     first_local = base // BLOCK - REACH_BLOCKS
     place = local.to(gl.int64) * NUM_KV_HEADS + gl.program_id(1)
-    listed = num_listed(first_local, width, SINK_BLOCKS, LISTED_BLOCKS)
+    listed, _places = num_listed(
+        base, width, BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH
+    )
     shares = gl.num_programs(2)
     each = gl.cdiv(FORCED, shares)
     forced_place = gl.program_id(2) * each
@@ -109,8 +111,8 @@ def load_partition(
     page_rows, head_rows, head_cols,
     NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
-    LISTED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, STREAM: gl.constexpr,
+    GROWTH: gl.constexpr, LISTED_BLOCKS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """Copy the blocks of one stream, two at a time, as buffers become free.
 
@@ -124,7 +126,7 @@ def load_partition(
     ) = list_share(
         gl.program_id(0) * STREAMS + STREAM, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
         dense_below, first_tile, num_work, width, NUM_KV_HEADS, TILE, CHUNKS,
-        SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
+        SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH,
     )  # fmt: skip
     candidates = candidates_ptr + place * LISTED_BLOCKS
     table = block_table_ptr + request.to(gl.int64) * stride_br
@@ -221,9 +223,9 @@ def weigh_partition(
     stride_qt, stride_qh,
     NUM_KV_HEADS: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr, SINK_BLOCKS: gl.constexpr,
     LOCAL_BLOCKS: gl.constexpr, REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr,
-    LISTED_BLOCKS: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr,
-    SAMPLES: gl.constexpr, STRIDE: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    STREAM: gl.constexpr, INDEX: gl.constexpr,
+    GROWTH: gl.constexpr, LISTED_BLOCKS: gl.constexpr, GROUP: gl.constexpr,
+    GROUP_PAD: gl.constexpr, SAMPLES: gl.constexpr, STRIDE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, STREAM: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of a stream, from their queries to their masses of each block."""
     WIDTH: gl.constexpr = SAMPLES * GROUP_PAD
@@ -235,7 +237,7 @@ def weigh_partition(
     ) = list_share(
         gl.program_id(0) * STREAMS + STREAM, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr,
         dense_below, first_tile, num_work, width, NUM_KV_HEADS, TILE, CHUNKS,
-        SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
+        SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH,
     )  # fmt: skip
     if entries > 0:
         first_row = (gl.program_id(0) * STREAMS + STREAM) % CHUNKS * (2 * ROWS) + INDEX * ROWS
@@ -278,8 +280,8 @@ def listed_masses_sm90_kernel(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SAMPLES: gl.constexpr, STRIDE: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SINK_BLOCKS: gl.constexpr, LOCAL_BLOCKS: gl.constexpr,
-    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, LISTED_BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
+    REACH_BLOCKS: gl.constexpr, SCORED_BLOCKS: gl.constexpr, GROWTH: gl.constexpr,
+    LISTED_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid ``(half of num_work, Hkv, shares)``; writes what ``listed_masses_kernel`` does.
 
@@ -310,7 +312,7 @@ def listed_masses_sm90_kernel(
                     mass_ptr, q_ptr, q_smem, k_wide, bars, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
-                    SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
+                    SCORED_BLOCKS, GROWTH, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 0, 0,
                 ),
             ),
@@ -320,7 +322,7 @@ def listed_masses_sm90_kernel(
                     mass_ptr, q_ptr, q_smem, k_wide, bars, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
-                    SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
+                    SCORED_BLOCKS, GROWTH, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 0, 1,
                 ),
             ),
@@ -330,7 +332,7 @@ def listed_masses_sm90_kernel(
                     mass_ptr, q_ptr, q_smem, k_wide, bars, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
-                    SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
+                    SCORED_BLOCKS, GROWTH, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 1, 0,
                 ),
             ),
@@ -340,7 +342,7 @@ def listed_masses_sm90_kernel(
                     mass_ptr, q_ptr, q_smem, k_wide, bars, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
-                    SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
+                    SCORED_BLOCKS, GROWTH, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 1, 1,
                 ),
             ),
@@ -350,8 +352,8 @@ def listed_masses_sm90_kernel(
                     k_desc, k_smem, bars, block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, stride_br,
                     k_page_rows, k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
-                    LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
-                    STAGES, 0,
+                    LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH, LISTED_BLOCKS, PAGE_SIZE,
+                    HEAD_DIM, STAGES, 0,
                 ),
             ),
             (
@@ -360,8 +362,8 @@ def listed_masses_sm90_kernel(
                     k_desc, k_smem, bars, block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, width, stride_br,
                     k_page_rows, k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
-                    LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
-                    STAGES, 1,
+                    LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, GROWTH, LISTED_BLOCKS, PAGE_SIZE,
+                    HEAD_DIM, STAGES, 1,
                 ),
             ),
         ],
