@@ -58,7 +58,7 @@ class Growth(NamedTuple):
     """
 
     start: int = 32_768
-    every: int = 16
+    every: int = 8
     end: int = 131_072
 
 
