@@ -144,9 +144,7 @@ class SparsityConfig(BaseModel):
         """How many more blocks deep tiles choose, up to ``top_k_deep``."""
         if self.top_k_deep is None or self.top_k_deep == self.top_k or self.query_tile == 1:
             return None
-        usual = Growth()
-        far = (self.top_k_deep - self.top_k) * usual.every * self.sel_block_size
-        return usual._replace(end=usual.start + far)
+        return Growth.by(self.top_k_deep - self.top_k, self.sel_block_size)
 
     def policy_for(self, index: int) -> StepPolicy:
         """Return what prompts and decoded tokens attend in the layer with this index.

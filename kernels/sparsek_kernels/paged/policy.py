@@ -61,6 +61,12 @@ class Growth(NamedTuple):
     every: int = 8
     end: int = 131_072
 
+    @classmethod
+    def by(cls, more: int, block: int) -> Growth:
+        """The usual growth until tiles choose ``more`` blocks of ``block`` tokens than others."""
+        usual = cls()
+        return usual._replace(end=usual.start + more * usual.every * block)
+
 
 @dataclass(frozen=True)
 class SelectionPolicy:

@@ -124,10 +124,12 @@ def _chosen(
         indexers=Indexers(TwoStep(kept)) if lists is None else lists.indexers,
     )  # fmt: skip
     row = (tile.rows.start - rows.start) // policy.query_tile
-    chosen = found[tile.request][row, tile.head].long().cpu()
+    places = policy.places(tile.positions[0])  # lists have room for the deepest tile
+    chosen = found[tile.request][row, tile.head, :places].long().cpu()
     if lists is not None:
         return chosen, chosen[:0]
-    return chosen, torch.cat(kept)[row, tile.head].long().cpu()
+    listed = torch.cat(kept)[row, tile.head, : policy.listed_places(places)]
+    return chosen, listed.long().cpu()
 
 
 def attended_pairs(

@@ -15,7 +15,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.pages import summary_bytes
-from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SEGMENT, Growth, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import (
     candidates_reference,
     logs_reference,
@@ -28,6 +28,7 @@ DEFAULTS = HEADS | {
     "num_sink": 64,
     "window_size": 512,
     "top_k": 32,
+    "top_k_deep": 0,  # 0: all tiles choose top_k
     "sel_block_size": 64,
     "query_tile": 64,
     "dense_below": 0,
@@ -143,6 +144,8 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     Random keys give every head a selection of its own: no block is shared by luck.
     """
     sizes: dict[str, Any] = {name: case.int_param(name) for name in _POLICY_SIZES}
+    if deep := case.int_param("top_k_deep"):
+        sizes["growth"] = Growth.by(deep - sizes["top_k"], sizes["sel_block_size"])
     policy = SelectionPolicy(**sizes)
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
     counts = [ceil_div(length, page) for length in case.spec.seq_lens]
