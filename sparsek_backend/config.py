@@ -86,7 +86,7 @@ class SparsityConfig(BaseModel):
     """Blocks that a prefill tile selects beyond sinks and window, per KV head. Without effect with
     `query_tile` 1 or `sparse_phase` `decode`."""
     top_k_deep: Blocks | None = Field(None, examples=[192])
-    """Blocks that the deepest prefill tiles select: one more than `top_k` for every 16 blocks past
+    """Blocks that the deepest prefill tiles select: one more than `top_k` for every 8 blocks past
     32,768 tokens, up to as many. If left out, all select `top_k`. Without effect with `query_tile`
     1."""
     decode_tokens: Pairs = DECODE_TOKENS

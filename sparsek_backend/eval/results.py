@@ -97,7 +97,9 @@ def _pair(old: Row, new: Row) -> Row:
     pair |= {"of": old["accuracy"], "was_correct": old["correct"]}
     pair |= {f"delta_{name}": new[name] - old[name] for name in ("accuracy", "nll")}
     if "likely" in old and "likely" in new:
-        pair["kl"] = float(divergence(old["likely"], new["likely"]).mean())
+        places = divergence(old["likely"], new["likely"])
+        # no token was decoded before the first: what it lost, the prompt lost
+        pair |= {"kl": float(places.mean()), "kl_first": float(places[0])}
     return pair
 
 
@@ -118,7 +120,7 @@ def _compare(groups: Sequence[Sequence[Row]], *, is_reference: bool) -> Row:
         return cell
     add("delta_accuracy", "delta_nll")
     if all("kl" in pair for pair in pairs):
-        add("kl")
+        add("kl", "kl_first")
     before = fmean(fmean(pair["of"] for pair in group) for group in groups)
     cell["of_reference"] = cell["accuracy"] / before if before else None
     tested = mcnemar([x["was_correct"] for x in pairs], [x["correct"] for x in pairs])

@@ -28,6 +28,7 @@ from sparsek_backend.eval.results import (
 )
 from sparsek_backend.eval.runs import Workplace, run_server, work
 from sparsek_backend.eval.scoring import Reply
+from sparsek_backend.eval.stats import pack
 from sparsek_backend.eval.tables import result_tables
 from sparsek_backend.eval.tasks import make_prompts
 from tests.eval.readers import Reader, WordTokenizer
@@ -167,6 +168,21 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     record.write_text('{"a": 1}\nnot json\n{"b": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_rows(record)
+
+
+def test_the_first_token_is_told_apart() -> None:
+    """It tells what the prompt lost: decoded tokens came later."""
+
+    def scored(label: str, *likely: float) -> Run:
+        row = {"task": "vt", "variant": "plain", "length": 4096, "index": 0, "digest": "d"}
+        row |= {"accuracy": 1.0, "correct": True, "nll": 0.0}
+        places = [{1: math.log(x), 2: math.log(1 - x)} for x in likely]
+        return Run(label, {"settings": None, "known": False}, [row | {"likely": pack(places)}])
+
+    (row,) = compare_runs([scored("dense", 0.5, 0.5), scored("sparse", 0.9, 0.5)])[1:]
+    first = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
+    assert row["kl_first"] == pytest.approx(first)
+    assert row["kl"] == pytest.approx(first / 2)
 
 
 def test_runs_are_compared_prompt_by_prompt(tmp_path: Path) -> None:

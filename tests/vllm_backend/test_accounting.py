@@ -206,7 +206,7 @@ def test_the_line_per_layer_group() -> None:
     whole_blocks = StepPolicy(tiles, tiles.per_token(8, 64))
     fewer = describe_layers([0], whole_blocks, None, 128, "cpu", summary_share=1 / 32)
     assert "32 blocks of 64 per KV head (8 for decoded tokens)" in fewer
-    deep = StepPolicy.of(replace(tiles, growth=Growth(end=65536)))
+    deep = StepPolicy.of(replace(tiles, growth=Growth.by(32, 64)))
     grown = describe_layers([0], deep, None, 128, "cpu")
     assert "window 512 + 32 to 64 blocks of 64 per KV head, decoded tokens" in grown
     assert "sink_window, 4 sink tokens + window 512" in describe_layers(

@@ -417,8 +417,8 @@ def test_deep_tiles_select_more_up_to_top_k_deep() -> None:
     usual = resolve_config({"top_k": 90}, {}).config.policy_for(0)
     deep = resolve_config({"top_k": 90, "top_k_deep": 122}, {}).config.policy_for(0)
     few = usual.prefill.scored_blocks
-    assert [deep.prefill.places(1024 * tokens) - few for tokens in (31, 33, 48, 64, 65, 999)] == [
-        0, 1, 16, 32, 32, 32,
+    assert [deep.prefill.places(1024 * tokens) - few for tokens in (31, 33, 40, 48, 49, 999)] == [
+        0, 2, 16, 32, 32, 32,
     ]  # fmt: skip
     assert deep.decode == usual.decode
     assert resolve_config({"top_k": 90, "top_k_deep": 90}, {}).config.policy_for(0) == usual

@@ -31,7 +31,7 @@ from sparsek_kernels.paged.attend.config import decode_config, prefill_config
 from sparsek_kernels.paged.config import most_splits
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, everything, plan_step
-from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.policy import Growth, SelectionPolicy, StepPolicy
 from tests.vllm_backend.layers import (
     building,
     make_builder,
@@ -137,12 +137,19 @@ def test_nothing_to_prepare_where_everything_is_attended(length: int, tokens: in
 def test_our_kernels_attend_dense_prompts_without_flash_attention() -> None:
     dense, window = SelectionPolicy(), SelectionPolicy(window_size=512)
     last = replace(window, dense_last=64)
-    assert prefill_policies(LONG, True) == [LONG]
-    assert prefill_policies(LONG, False) == [LONG, everything(LONG)]
-    assert prefill_policies(dense, True) == prefill_policies(last, True) == []
-    assert prefill_policies(dense, False) == [dense]
-    assert prefill_policies(window, False) == [window]
-    assert prefill_policies(last, False) == [window, everything(window)]  # chunks have no ends
+    assert prefill_policies(LONG, 20_000, True) == [(LONG, 20_000)]
+    assert prefill_policies(LONG, 20_000, False) == [(LONG, 20_000), (everything(LONG), 20_000)]
+    assert prefill_policies(dense, 20_000, True) == prefill_policies(last, 20_000, True) == []
+    assert prefill_policies(dense, 20_000, False) == [(dense, 20_000)]
+    assert prefill_policies(window, 20_000, False) == [(window, 20_000)]
+    # chunks have no ends
+    assert prefill_policies(last, 20_000, False) == [(window, 20_000), (everything(window), 20_000)]
+
+
+def test_prompts_whose_tiles_do_not_grow_have_kernels_of_their_own() -> None:
+    growing = replace(LONG, growth=Growth(start=16_000, every=8, end=20_000))
+    assert prefill_policies(growing, 20_000, True) == [(growing, 20_000), (LONG, 16_512)]
+    assert prefill_policies(growing, 16_512, True) == [(LONG, 16_512)]
 
 
 def test_shapes_of_decodes() -> None:
@@ -233,8 +240,8 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
         expected += prefill_segments((1000, 1000, 1, 1000), policy)
         for requests, context in decode_shapes(policy.decode, 1000, 5, heads):
             expected += [(policy.decode, context, requests)]
-        for prefill in prefill_policies(policy.prefill, False):
-            for shape in prefill_shapes(prefill, 1000, 1000, 5):
+        for prefill, longest in prefill_policies(policy.prefill, 1000, False):
+            for shape in prefill_shapes(prefill, longest, 1000, 5):
                 expected += prefill_segments(shape, replace(policy, prefill=prefill))
     assert len(expected) > 4
     assert attended == expected

@@ -241,7 +241,8 @@ def _segments(
     if not (batch.num_prefills or tails):
         return (Segment(batch, policy.decode),)
     if not (batch.num_decodes or of_prompts.dense_last or alone or _knows_queries(batch)):
-        return (Segment(batch, rule),)  # the kernels tell dense tiles from sparse ones
+        # the kernels tell dense tiles from sparse ones
+        return (Segment(batch, rule.within(batch.max_seq_len)),)
     found = []
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
     counts = batch.query_lens
@@ -276,7 +277,7 @@ def _segments(
             kept = _rows_kept(batch, rule, members, ends)
             if kept:
                 rows, part = _rows_of_requests(batch, kept, lengths)
-        found.append(Segment(part, rule if sparse else whole, rows))
+        found.append(Segment(part, rule.within(part.max_seq_len) if sparse else whole, rows))
     if tails:
         rows, part = _rows_of_requests(batch, tails, lengths)
         found.append(Segment(part, whole, rows))

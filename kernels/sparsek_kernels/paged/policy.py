@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-from sparsek_kernels.paged.sample import MOST_CELLS
+from sparsek_kernels.paged.sample import CANDIDATES, MOST_CELLS, MOST_LISTED
 
 CELL_SIZE = 16
 """Tokens whose keys share a mean; blocks and pages are multiples of them."""
@@ -32,12 +32,6 @@ RANKING_STRIDE, MOST_RANKING = 2, 32
 
 LAST_TOKENS = 64
 """Tokens of a prompt's end that ``last_part`` leaves to ``dense_last`` in any case."""
-
-CANDIDATES = 2
-"""Blocks of a tile that are weighed by their real keys, for each slot."""
-
-MOST_LISTED = (1 << 16) - 1
-"""Most of them, as sums of their probabilities are 32-bit integers."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
@@ -355,6 +349,19 @@ class SelectionPolicy:
             return self
         more = self.places(position) - self.shallow_blocks
         return replace(self, top_k=self.top_k + more, growth=None)
+
+    def within(self, length: int) -> SelectionPolicy:
+        """The policy of sequences of up to ``length`` tokens: lists are shorter if none grows."""
+        grows = self.longest_shallow is not None and length > self.longest_shallow
+        return self if grows else self.at(0)
+
+    @cached_property
+    def longest_shallow(self) -> int | None:
+        """Tokens of the longest sequence no tile of which grows; ``None`` where none ever does."""
+        if self.growth is None or self.scored_blocks == self.shallow_blocks:
+            return None
+        first = self.growth.start + self.growth.every * self.sel_block_size
+        return ceil_div(first, self.query_tile) * self.query_tile
 
     def candidate_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that compete for the slots of the tile at ``position``."""

@@ -26,6 +26,10 @@ THREADS = 8
 """A segment's cells come in the order 0, 8, 16, 24, 1, 9, ...: as this many threads hold them."""
 MOST_CELLS = (1 << (31 - WHOLE_BITS)) - 1
 """Places of a list at most, so that sums of probabilities are 32-bit integers."""
+CANDIDATES = 2
+"""Blocks of a tile that are weighed by their real keys, for each of its places."""
+MOST_LISTED = (1 << 16) - 1
+"""Most of them, as sums of their probabilities are 32-bit integers."""
 SPREAD = 0x9E3779B1
 """The golden ratio, of ``2 ** 32``: multiples of it are spread evenly."""
 SECOND_SPREAD = 0x6A09E667

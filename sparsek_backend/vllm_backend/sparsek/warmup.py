@@ -214,22 +214,29 @@ def _made_up_steps(
         shapes = decode_shapes(own.decode, length, most, impl.num_kv_heads, query_len)
         for count, context in shapes:
             yield made_up_decodes(count, query_len, context, width, device), own
-    for prefill in prefill_policies(own.prefill, impl.flash is not None):
+    for prefill, longest in prefill_policies(own.prefill, length, impl.flash is not None):
         policy = replace(own, prefill=prefill)
-        for shape in prefill_shapes(prefill, length, scheduler.max_num_batched_tokens, most):
+        for shape in prefill_shapes(prefill, longest, scheduler.max_num_batched_tokens, most):
             yield made_up_prefill(*shape, width, device), policy
 
 
-def prefill_policies(policy: SelectionPolicy, flash: bool) -> list[SelectionPolicy]:
+def prefill_policies(
+    policy: SelectionPolicy, max_model_len: int, flash: bool
+) -> list[tuple[SelectionPolicy, int]]:
     """The policies by which our kernels attend prompts but for their ends, and dense segments.
+
+    Each has the longest context in which it does.
 
     Args:
         flash: whether FlashAttention attends those that it can.
     """
-    found = [replace(policy, dense_last=0)]
+    rule = replace(policy, dense_last=0).within(max_model_len)
+    found = [(rule, max_model_len)]
+    if rule.longest_shallow is not None:  # shorter prompts have kernels of their own
+        found.append((rule.at(0), rule.longest_shallow))
     if policy.dense_last or not policy.is_band:
-        found.append(everything(policy))
-    return [each for each in found if not (flash and each.is_band)]
+        found.append((everything(policy), max_model_len))
+    return [each for each in found if not (flash and each[0].is_band)]
 
 
 def _one_page(spec: Any, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from problems import make_problem
 
 from sparsek_kernels.paged import paged_attention
-from sparsek_kernels.paged.policy import Growth, SelectionPolicy
+from sparsek_kernels.paged.plan import plan_step
+from sparsek_kernels.paged.policy import Growth, SelectionPolicy, StepPolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICY = SelectionPolicy(num_sink=16, window_size=32, top_k=4, sel_block_size=16, query_tile=16)
@@ -39,6 +40,22 @@ def test_a_tiles_rule_is_that_of_its_places(position: int) -> None:
     assert GROWING.attended_tokens(position) == int(
         GROWING.attended_tokens(torch.tensor([position]))[0]
     )
+
+
+@pytest.mark.parametrize("length", [150, 191, 192, 193, 208, 600])
+def test_sequences_without_a_deep_tile_have_shorter_lists(length: int) -> None:
+    """They cost what they cost without growth, and are attended as they are with it."""
+    grows = any(GROWING.places(x) > POLICY.shallow_blocks for x in range(length))
+    assert GROWING.within(length) == (GROWING if grows else POLICY)
+    problem = make_problem([(min(length, 90), length)], page_size=16, device=DEVICE)
+    (segment,) = plan_step(problem.batch, StepPolicy(GROWING, POLICY.by_records(64)))
+    assert segment.policy.scored_blocks == (GROWING if grows else POLICY).scored_blocks
+
+
+def test_growth_that_never_comes_is_none() -> None:
+    never = replace(POLICY, growth=Growth(start=128, every=4, end=190))
+    assert never.longest_shallow is None
+    assert never.within(1 << 20) == POLICY
 
 
 @pytest.mark.parametrize(

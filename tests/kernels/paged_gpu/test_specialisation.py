@@ -27,7 +27,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step
-from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.policy import Growth, SelectionPolicy, StepPolicy
 from tests.kernels.launched import attend_launched
 from tests.kernels.paged.gate_cases import make_gates
 
@@ -108,16 +108,18 @@ def test_prefills_behind_decodes_compile_nothing(policy: str, hopper: bool) -> N
 
 @pytest.mark.parametrize("flash", [False, True], ids=["ours", "flash"])
 @pytest.mark.parametrize(
-    ("heads", "group", "dim", "longest", "most"),
+    ("heads", "group", "dim", "longest", "most", "growth"),
     [
-        (8, 4, 128, 33792, 1024),
-        (2, 7, 64, 32768, 2048),
-        (4, 8, 128, 1 << 20, 2048),
-        (8, 4, 128, 131072, 2048),
+        (8, 4, 128, 33792, 1024, None),
+        (2, 7, 64, 32768, 2048, None),
+        (4, 8, 128, 1 << 20, 2048, None),
+        (8, 4, 128, 131072, 2048, None),
+        (8, 4, 128, 131072, 2048, Growth(end=81920)),
+        (2, 7, 64, 32768, 1024, Growth()),
     ],
 )
 def test_a_server_compiles_before_its_first_request(
-    heads: int, group: int, dim: int, longest: int, most: int, flash: bool
+    heads: int, group: int, dim: int, longest: int, most: int, growth: Growth | None, flash: bool
 ) -> None:
     """Random steps launch only what the steps of the warm-up launch.
 
@@ -125,8 +127,9 @@ def test_a_server_compiles_before_its_first_request(
     """
     warmup = pytest.importorskip("sparsek_backend.vllm_backend.sparsek.warmup")
     prompts_of = SelectionPolicy(
-        num_sink=64, window_size=512, top_k=86, dense_below=2048, dense_last=1024, last_part=16
-    )
+        num_sink=64, window_size=512, top_k=86, dense_below=2048, dense_last=1024, last_part=16,
+        growth=growth,
+    )  # fmt: skip
     rule = StepPolicy(prompts_of, prompts_of.by_records(3072))
     caches = make_caches(1, heads, 64, dim, torch.bfloat16, "cpu", head_major=True)
     width, cpu, requests = -(-longest // 64), torch.device("cpu"), 40
@@ -142,8 +145,8 @@ def test_a_server_compiles_before_its_first_request(
 
     steps = 0
     known: set[Hashable] = set()
-    for prefill in warmup.prefill_policies(rule.prefill, flash):
-        for shape in warmup.prefill_shapes(prefill, longest, most, requests):
+    for prefill, reach in warmup.prefill_policies(rule.prefill, longest, flash):
+        for shape in warmup.prefill_shapes(prefill, reach, most, requests):
             known |= launched(
                 warmup.made_up_prefill(*shape, width, cpu), replace(rule, prefill=prefill)
             )
@@ -151,7 +154,9 @@ def test_a_server_compiles_before_its_first_request(
     for count, context in warmup.decode_shapes(rule.decode, longest, requests, heads):
         known |= launched(warmup.made_up_decodes(count, 1, context, width, cpu))
         steps += 1
-    assert steps <= (70 if flash else 95)  # each takes milliseconds of a server's start
+    grows = growth is not None and longest > growth.start
+    # each takes milliseconds of a server's start
+    assert steps <= (70 if flash else 95) + 40 * grows
     chance = random.Random(0)
     for _ in range(80):
         decodes = chance.choice([0, 1, 2, 3, 5, 17, requests])

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.policy import CANDIDATES as _CANDIDATES
-from sparsek_kernels.paged.policy import MOST_LISTED as _MOST_LISTED
+from sparsek_kernels.paged.sample import CANDIDATES as _CANDIDATES
+from sparsek_kernels.paged.sample import MOST_LISTED as _MOST_LISTED
 
 DENSE: tl.constexpr = tl.constexpr(0)
 SINK_WINDOW: tl.constexpr = tl.constexpr(1)
