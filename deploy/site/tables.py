@@ -204,7 +204,8 @@ def quality(budget: str, *files: str) -> str:
     lines, machines = [], []
     for file in files:
         found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-        machines.append(found["machine"])
+        compared = [run for run in found["runs"] if run["label"] in ("dense", budget)]
+        machines += [run.get("machine", found["machine"]) for run in compared]
         means = [row for row in found["retrieval"] if row["task"] == "mean"]
         lengths = sorted({row["length"] for row in means})
         asked = (("plain", "last"), ("followed", "600 tokens behind it"))
