@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import lzma
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _REASONS = (
-    *(OSError, EOFError, zlib.error, csv.Error),
+    *(OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error),
     *(LookupError, TypeError, ValueError, AttributeError),
 )
 

@@ -27,7 +27,7 @@ from sparsek_backend.eval.options import BudgetOptions, EngineOptions, PromptOpt
 from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, keep_prompts, load_prompts, save_prompts
-from sparsek_backend.eval.record import read_scores
+from sparsek_backend.eval.record import adopt_dense, read_scores
 from sparsek_backend.eval.results import Run, collect_runs, compare_runs, read_results, warnings_of
 from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
@@ -68,6 +68,15 @@ def evaluate(
         str | None, typer.Option(help="The model's name at the servers.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of `sparsek eval prompts`.")] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            help="An earlier record (.jsonl, .jsonl.xz) with dense attention's scores of these "
+            "prompts: dense attention does not run again.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     asked: PromptOptions,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
@@ -85,7 +94,7 @@ def evaluate(
     with _mendable():
         if servers := servers_of(base_url or ()):
             reason = "base-url: a server has its own model, budget and engine"
-            refuse_set(reason, budgets, engine, model=model, chat=asked.chat)
+            refuse_set(reason, budgets, engine, model=model, chat=asked.chat, reference=reference)
         elif served_model:
             raise ValueError("served-model: expected with --base-url only; use --model")
         compared = budgets.parsed()
@@ -102,7 +111,11 @@ def evaluate(
         found = take_prompts(prompts, asked, what, server)
         file = keep_prompts(out / name, found)
         place = Workplace(found, file, out / f"{name}.jsonl", commit)
-        keys = run_all(found, [(x, partial(run, place)) for x, run in runs.items()], gpus)
+        keys = []
+        if reference is not None:
+            keys.append(adopt_dense(reference, place.record, found.prompts, local.name))
+            del runs[compared[0].label]
+        keys += run_all(found, [(x, partial(run, place)) for x, run in runs.items()], gpus)
         _report(place.record, collect_runs(read_scores(place.record), keys, found.prompts), commit)
 
 

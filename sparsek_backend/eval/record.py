@@ -13,7 +13,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import lzma
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,19 @@ def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def read_rows(path: Path) -> list[Row]:
     """Every whole line of a record; a missing file has none.
 
-    An interrupted run may have left half a line at the end.
+    A file whose name ends in ``.xz`` is compressed.  An interrupted run may have left half a line
+    at the end.
 
     Raises:
-        ValueError: another line is no JSON object.
+        ValueError: the file does not read, or another line is no JSON object.
     """
     if not path.is_file():
         return []
+    with expecting(f"record: expected a record, {path} does not read"):
+        data = path.read_bytes()
+        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         with expecting(f"record: expected a JSON object in line {number} of {path}; move it"):
             rows.append({**json.loads(line)})
     return rows
@@ -84,6 +89,36 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def adopt_dense(source: Path, record: Path, prompts: Sequence[Prompt], model: str) -> str:
+    """Take dense attention's scores of prompts from another record; returns the run's key.
+
+    Raises:
+        ValueError: that record lacks some, or they are of another model.
+    """
+    rows = read_scores(source)
+    dense = {row["run"]: row for row in rows if (row["kind"], row.get("label")) == ("run", "dense")}
+    for about in dense.values():
+        if about.get("model") != model:
+            raise ValueError(
+                f"reference: expected scores of {model}, {source} has those of {about.get('model')}"
+            )
+    asked = {identity(prompt_row(prompt)) for prompt in prompts}
+    found: dict[str, dict[tuple[Any, ...], Row]] = {run: {} for run in dense}
+    for row in rows:
+        if row["kind"] == "prompt" and row["run"] in found and identity(row) in asked:
+            found[row["run"]][identity(row)] = row
+    run = max(found, key=lambda key: len(found[key]), default="")
+    scored = found.get(run, {})
+    if len(scored) < len(asked):
+        raise ValueError(
+            f"reference: expected dense attention's scores of {len(asked)} prompts, {source} has "
+            f"{len(scored)} of them"
+        )
+    missing = [scored[identity(prompt_row(each))] for each in pending(prompts, record, run)]
+    append_rows(record, [dense[run], *missing] if missing else [])
+    return run
 
 
 def pending(prompts: Iterable[Prompt], record: Path, run: str) -> list[Prompt]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import lzma
 import math
 import sys
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sparsek_backend.eval.budgets import parse_budget
+from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.cli import app
 from sparsek_backend.eval.prompt import Prompt, make_text
 from sparsek_backend.eval.prompt_file import PromptSet, save_prompts
-from sparsek_backend.eval.record import append_rows, pending, read_rows, run_key
+from sparsek_backend.eval.record import adopt_dense, append_rows, pending, read_rows, run_key
 from sparsek_backend.eval.results import (
     MEAN,
     Run,
@@ -168,6 +169,54 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     record.write_text('{"a": 1}\nnot json\n{"b": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_rows(record)
+
+
+def test_dense_scores_of_an_earlier_record_serve_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No budget of a later evaluation waits for dense attention."""
+    earlier, later = tmp_path / "earlier.jsonl", tmp_path / "later.jsonl"
+    dense, window = two_runs(earlier)
+    packed = tmp_path / "earlier.jsonl.xz"
+    packed.write_bytes(lzma.compress(earlier.read_bytes()))
+    prompts = prompt_set(WordTokenizer())
+    save_prompts(tmp_path / "prompts.json", prompts)
+
+    class Local:
+        name = "m"
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, budget: Budget, place: Workplace, *_: object) -> str:
+            assert budget.label == "sink_window:600"
+            return run(Reader(reach=600), prompts, place.record, budget.label)
+
+    monkeypatch.setattr("sparsek_backend.eval.cli.LocalModel", Local)
+    command = ["--model", "m", "--prompts", str(tmp_path / "prompts.json"), "--name", "later"]
+    command += ["--budget", "sink_window:600", "--out", str(tmp_path), "--reference"]
+    for _ in range(2):  # the second time goes on where all is there
+        done = CliRunner().invoke(app, [*command, str(packed)])
+        assert done.exit_code == 0, done.output
+        found = collect_runs(read_rows(later))
+        assert [len(one.rows) for one in found] == [len(dense.rows), len(window.rows)]
+        assert compare_runs(found) == compare_runs([dense, window])
+    taken = [row for row in read_rows(later) if row["run"] == dense.about["run"]]
+    assert len(taken) == len(dense.rows) + 1
+
+    asked = prompts.prompts
+    with pytest.raises(ValueError, match="expected scores of other, .* has those of m"):
+        adopt_dense(earlier, later, asked, "other")
+    more = [*asked, make_text(1, tuple(range(800)))]
+    with pytest.raises(
+        ValueError, match=rf"scores of {len(more)} prompts, .* {len(asked)} of them"
+    ):
+        adopt_dense(earlier, later, more, "m")
+    with pytest.raises(ValueError, match="has 0 of them"):
+        adopt_dense(tmp_path / "none.jsonl", later, asked, "m")
+    packed.write_bytes(b"not compressed")
+    with pytest.raises(ValueError, match=r"earlier.jsonl.xz does not read"):
+        adopt_dense(packed, later, asked, "m")
 
 
 def test_the_first_token_is_told_apart() -> None:

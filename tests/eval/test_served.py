@@ -179,6 +179,7 @@ URL = "http://127.0.0.1:1/v1"
         (["--base-url", URL], "no OpenAI server answers"),
         (["--base-url", URL, "--budget", "window", "--mixed"], "drop --budget, --mixed"),
         (["--base-url", URL, "--dtype", "float32", "--chat"], "drop --chat, --dtype"),
+        (["--base-url", URL, "--reference", __file__], "drop --reference"),
         (["--base-url", f"a={URL}", "--base-url", "a=http://y/v1"], "given twice"),
         (["--served-model", "x"], "with --base-url only"),
         (["--budget", "blocks"], "expected dense"),
