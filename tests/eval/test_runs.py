@@ -205,7 +205,7 @@ def test_dense_scores_of_an_earlier_record_serve_again(
     assert len(taken) == len(dense.rows) + 1
 
     asked = prompts.prompts
-    with pytest.raises(ValueError, match="expected scores of other, .* has those of m"):
+    with pytest.raises(ValueError, match=r"expected scores of other, .* has those of m"):
         adopt_dense(earlier, later, asked, "other")
     more = [*asked, make_text(1, tuple(range(800)))]
     with pytest.raises(
