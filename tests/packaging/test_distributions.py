@@ -102,7 +102,7 @@ def test_metadata_has_links_that_hold_outside_of_the_repository(tmp_path: Path) 
         metadata = archive.read(name).decode()
     assert f"Project-URL: Changelog, https://g.h/o/r/blob/v{VERSION}/CHANGELOG.md" in metadata
     links = re.findall(r"\]\(([^)]+)\)", metadata)
-    assert f"https://g.h/o/r/raw/v{VERSION}/benchmarks/results/serve_llama8b_h200.png" in links
+    assert f"https://g.h/o/r/raw/v{VERSION}/benchmarks/results/quality_ruler_h200.png" in links
     assert all(link.startswith("https://") for link in links)
 
 
