@@ -102,7 +102,8 @@ def adopt_dense(source: Path, record: Path, prompts: Sequence[Prompt], model: st
     for about in dense.values():
         if about.get("model") != model:
             raise ValueError(
-                f"reference: expected scores of {model}, {source} has those of {about.get('model')}"
+                f"reference: expected scores of {model}, got scores of {about.get('model')} in "
+                f"{source}"
             )
     asked = {identity(prompt_row(prompt)) for prompt in prompts}
     found: dict[str, dict[tuple[Any, ...], Row]] = {run: {} for run in dense}
@@ -113,8 +114,8 @@ def adopt_dense(source: Path, record: Path, prompts: Sequence[Prompt], model: st
     scored = found.get(run, {})
     if len(scored) < len(asked):
         raise ValueError(
-            f"reference: expected dense attention's scores of {len(asked)} prompts, {source} has "
-            f"{len(scored)} of them"
+            f"reference: expected dense attention's scores of all {len(asked)} prompts, got "
+            f"{len(scored)} in {source}"
         )
     missing = [scored[identity(prompt_row(each))] for each in pending(prompts, record, run)]
     append_rows(record, [dense[run], *missing] if missing else [])

@@ -205,14 +205,12 @@ def test_dense_scores_of_an_earlier_record_serve_again(
     assert len(taken) == len(dense.rows) + 1
 
     asked = prompts.prompts
-    with pytest.raises(ValueError, match=r"expected scores of other, .* has those of m"):
+    with pytest.raises(ValueError, match=r"expected scores of other, got scores of m"):
         adopt_dense(earlier, later, asked, "other")
     more = [*asked, make_text(1, tuple(range(800)))]
-    with pytest.raises(
-        ValueError, match=rf"scores of {len(more)} prompts, .* {len(asked)} of them"
-    ):
+    with pytest.raises(ValueError, match=rf"all {len(more)} prompts, got {len(asked)} in"):
         adopt_dense(earlier, later, more, "m")
-    with pytest.raises(ValueError, match="has 0 of them"):
+    with pytest.raises(ValueError, match="got 0 in"):
         adopt_dense(tmp_path / "none.jsonl", later, asked, "m")
     packed.write_bytes(b"not compressed")
     with pytest.raises(ValueError, match=r"earlier.jsonl.xz does not read"):

@@ -326,7 +326,7 @@ class SelectionPolicy:
 
     @cached_property
     def shallow_blocks(self) -> int:
-        """Slots that an indexer fills for each tile, where there are that many candidates."""
+        """Slots that an indexer fills for a tile that does not grow, if so many blocks compete."""
         forced = self.sink_blocks + self.reach_blocks + self.segment_blocks
         return max(self.budget_blocks - forced, 0)
 
@@ -334,6 +334,11 @@ class SelectionPolicy:
     def scored_blocks(self) -> int:
         """Slots of a list: as many as the deepest tile fills."""
         return self.shallow_blocks if self.growth is None else self.places(self.growth.end)
+
+    @cached_property
+    def deepest_budget(self) -> int:
+        """:attr:`budget_blocks` of the deepest tile."""
+        return self.budget_blocks + self.scored_blocks - self.shallow_blocks
 
     def places(self, position: Positions) -> Positions:
         """Slots that an indexer fills for the tile at ``position``, the first of a list."""

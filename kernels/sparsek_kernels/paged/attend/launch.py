@@ -50,8 +50,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
         count = tiles.shape[0]
     blocks = ceil_div(batch.max_seq_len, run_keys)
     if topk:
-        deepest = policy.budget_blocks + policy.scored_blocks - policy.shallow_blocks
-        budget = ceil_div(deepest * sel_block, run_keys)
+        budget = ceil_div(policy.deepest_budget * sel_block, run_keys)
         blocks = min(blocks, max(budget, policy.dense_below // run_keys))
     elif policy.window_size is not None:
         attended = policy.num_sink + policy.window_size + (0 if decode else tile)

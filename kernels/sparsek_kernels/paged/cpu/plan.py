@@ -229,7 +229,7 @@ def plan_prefill(
         k_cache: ``[num_pages, Hkv, page_size, D]``, whose sizes bound a group.
     """
     _, heads, page_size, dim = k_cache.shape
-    blocks = policy.at(2**31 - 1).budget_blocks + 1
+    blocks = policy.deepest_budget + 1
     blocks += policy.listed_blocks if policy.selects_blocks else 0
     most = max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
     key = ("prefill", request, policy, most, page_size)

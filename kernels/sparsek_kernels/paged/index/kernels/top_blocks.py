@@ -168,7 +168,8 @@ def top_blocks_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A single token's selection for one KV head, its best blocks, or a tile's candidates, a sample
-    of blocks (``DRAW_ROWS`` is what scores add up to at most; 0 for tokens).
+    of blocks.  ``DRAW_ROWS`` are the rows of a tile whose probabilities its scores add up, 0 for
+    tokens.
 
     Single tokens have logits by query head (``FROM_LOGITS``), ``stride_sg`` apart, or summed
     scores, and write their row of the output, -1 where they see everything.  Tiles (``FROM_TABLE``)
